@@ -204,8 +204,8 @@ FAULTS = (
     ),
     Fault(
         "a rewind keeps its pages", "cache/paging.py",
-        "found.append((pool.drop(behind & had[:, None]), copies))",
-        "found.append((pool, copies))", ("pages",),
+        "results.append((pool.drop(after_end & ok[:, None]), copies))",
+        "results.append((pool, copies))", ("pages",),
     ),
     Fault(
         "a table that names no page sets no status", "cache/appending.py",
@@ -458,7 +458,7 @@ FAULTS = (
     ),
     Fault(
         "beams lack what stands in a page that is not full", "engine/beams.py",
-        "            keys, values = copied_pages(body, layer.orders, placement, sources, targets)",
+        "            keys, values = copy_pages(body, layer.orders, placement, sources, targets)",
         "            keys, values = body", ("engine_beams",),
     ),
     Fault(

@@ -58,7 +58,7 @@ from kvjax.memory.device_plan import plan_on
 from kvjax.memory.hlo import collectives, large_results
 from kvjax.memory.shapes import SHAPES
 from kvjax.models import GenerationDefaults
-from kvjax.placement.pages import pages_at, with_pages_at
+from kvjax.placement.pages import gather_pages, scatter_pages
 from kvjax.prefixes import checkpoints
 from kvjax.prefixes.pool import CacheGroup
 from kvjax.sampling.history import TokenHistory
@@ -230,8 +230,8 @@ def _rewritten(cache):
     """What a tree of prefixes does when pages come back to the device."""
     held = cache.layers[0]
     body, placement, pages = (held.keys, held.values), held.policy.placement, jnp.arange(4) * 7
-    contents = pages_at(body, held.orders, placement, pages)
-    keys, values = with_pages_at(body, held.orders, placement, pages + 1, contents)
+    contents = gather_pages(body, held.orders, placement, pages)
+    keys, values = scatter_pages(body, held.orders, placement, pages + 1, contents)
     return dataclasses.replace(cache, layers=(dataclasses.replace(held, keys=keys, values=values),))
 
 

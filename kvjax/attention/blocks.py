@@ -117,7 +117,7 @@ def _walk_section(found: Partial, section: Section, inputs: AttentionInputs) -> 
 def _evenly(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
     """Block by block, all of one size, as far as any row is filled."""
     rows, mask = inputs.rows(section), inputs.mask
-    size = section.fitting(min(max(EVEN // section.unit, 1), section.size))
+    size = section.fit_units(min(max(EVEN // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
     def one(number: Array, found: Partial) -> Partial:
@@ -177,8 +177,8 @@ def _by_blocks(found: Partial, section: Section, rows: Array, inputs: AttentionI
         # the work.
         shared = (1, 1) if section.pages is not None and on_cpu() else (numbers, 4)
         fine, coarse = _block_sizes(section.size, section.unit, *shared)
-        fine = section.fitting(fine)
-        coarse = max(section.fitting(coarse, fine), fine)
+        fine = section.fit_units(fine)
+        coarse = max(section.fit_units(coarse, fine), fine)
 
     stop = jnp.int32(section.first + section.size)
 

@@ -70,7 +70,7 @@ def prefix(
     """The softmax over a section's first ``units``, and what was looked at ``before``. A long
     prefix is taken in pieces, a number that the compiler knows: what is made of the stores is never
     larger than one of them."""
-    piece = section.fitting(min(units, max(PIECE // section.unit, 1)))
+    piece = section.fit_units(min(units, max(PIECE // section.unit, 1)))
     stop = section.first + units
 
     def over(start: Array, after: Partial | None = None) -> Partial:

@@ -10,7 +10,7 @@ from kvjax.cache.layer import Body, LayerCache, Tail
 from kvjax.core.typing import Array, PerRow
 from kvjax.core.validation import UNLIMITED
 from kvjax.placement.order import arrange
-from kvjax.placement.pages import in_pages
+from kvjax.placement.pages import to_pages
 from kvjax.policies.cache_policy import CachePolicy
 
 Tokens = Callable[[Array], tuple[Array, Array, Array]]
@@ -65,7 +65,7 @@ def _layer(
 ) -> LayerCache:  # fmt: skip
     """A layer with a body of rows, or, with a ``table``, in pages."""
     if table is not None and (page_group := policy.page_group):
-        body = in_pages(body, table, page_group.layout.page_size, page_group.layout.pool or 0)
+        body = to_pages(body, table, page_group.layout.page_size, page_group.layout.pool or 0)
     keys, values = arrange(body, policy.orders(like.kv_heads, like.head_dim))
     return replace(
         like, keys=keys, values=values, policy=policy, tail=tail, low=low,

@@ -26,7 +26,7 @@ from kvjax.core.typing import Array, Cursors, PerRow
 from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, paged, split_slots
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, restore
-from kvjax.placement.pages import fitting, from_pages
+from kvjax.placement.pages import fit_units, read_pages
 
 
 @pytree_dataclass
@@ -209,11 +209,12 @@ class Section:
         return plain_weighted_values(weights, numbers, present=positions[:, None, :, None] >= 0)
 
     def slice_units(self, start: Array, size: int) -> tuple[Store, Store]:
-        """Keys and values of so many units from ``start`` on, as codecs know them (``fitting``)."""
+        """Keys and values of units ``start`` to ``start + size - 1``, in the order of codecs.
+        ``size``: see ``fit_units``."""
         stores, layer = (self.keys, self.values), self.layer
         if self.pages is not None:
             where = self.orders, self.placement, self.pages, self.page
-            return self._known(from_pages(stores, *where, start, size, layer))
+            return self._known(read_pages(stores, *where, start, size, layer))
         if layer is None:
             part = jax.tree.map(
                 lambda x, order: order.slice_units(x, start, size), stores, self.orders
@@ -246,10 +247,10 @@ class Section:
         units: int = store.shape[order.axis + (self.layer is not None)] // order.stride
         return units
 
-    def fitting(self, units: int, of: int = 1) -> int:
+    def fit_units(self, units: int, of: int = 1) -> int:
         """About so many units, a multiple ``of`` so many, as ``part_of`` can give them."""
         whole = self.pages is None or self.size <= self.page
-        return units if whole else fitting(self.page, min(units, self.size), of)
+        return units if whole else fit_units(self.page, min(units, self.size), of)
 
     def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
         """Stores in the order of codecs, in which most devices keep them."""

@@ -21,7 +21,7 @@ from kvjax.generation.beams.session import BeamGuides, accept_all
 from kvjax.generation.beams.step import SearchParams, advance, initial_state
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
-from kvjax.placement.pages import copied_pages
+from kvjax.placement.pages import copy_pages
 from kvjax.prefixes.checkpoints import row_arrays, with_row_arrays
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores, TokenScore
 
@@ -244,7 +244,7 @@ def branch(held: EngineState, branches: BranchInputs, *, kinds: Any) -> tuple[En
         for entry in entries:
             layer = layers[entry]
             body, placement = (layer.keys, layer.values), layer.policy.placement
-            keys, values = copied_pages(body, layer.orders, placement, sources, targets)
+            keys, values = copy_pages(body, layer.orders, placement, sources, targets)
             layers[entry] = replace(layer, keys=keys, values=values)
     token = progress.token.at[branches.rows].set(branches.tokens, mode="drop")
     cache = replace(cache, layers=tuple(layers), written=written)

@@ -22,7 +22,7 @@ from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
 from kvjax.paging.allocator import FixedPageTables
-from kvjax.placement.pages import pages_at
+from kvjax.placement.pages import gather_pages
 from kvjax.prefixes.checkpoints import row_arrays, with_row_arrays
 from kvjax.sampling.filters import ALL_ALLOWED, Allowed, Logits
 from kvjax.sampling.history import TokenHistory
@@ -249,7 +249,7 @@ def take(held: EngineState, row: Array, parts: list[Array], *, splits: Any) -> A
     for page, entries in zip(parts, splits, strict=True):
         for layer in (cache.layers[n] for n in entries):
             body, placement = (layer.keys, layer.values), layer.policy.placement
-            pages = pages_at(body, layer.orders, placement, page)
+            pages = gather_pages(body, layer.orders, placement, page)
             found.append(jax.tree.map(lambda x: x[0], pages))
     return (rows, found), mine((held.progress, held.past))
 

@@ -1,4 +1,4 @@
-"""Which pages of a pool rows have: taken, shared, given back."""
+"""Page tables: which pages of a pool each row holds."""
 
 from kvjax.paging.allocator import PageAllocator
 

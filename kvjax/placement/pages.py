@@ -1,4 +1,4 @@
-"""Units of rows out of the pages of a pool and into them, and pages copied within it."""
+"""Read, write and copy pages of a pool."""
 
 from typing import Any
 
@@ -16,20 +16,26 @@ from kvjax.placement.device import Device
 from kvjax.placement.order import Order
 
 
-def from_pages(
-    stores: Any, orders: Any, placement: Device, table: Array, page: int, start: Any, size: int,
+def read_pages(
+    stores: Any,
+    orders: Any,
+    placement: Device,
+    table: Array,
+    page: int,
+    start: Any,
+    size: int,
     layer: Array | None = None,
-) -> Any:  # fmt: skip
-    """Of every row so many units from ``start`` on, near and as they are kept: [batch, ...].
+) -> Any:
+    """Units ``start`` to ``start + size - 1`` of every row, on the device: [batch, ...].
 
     Args:
-      stores: arrays of pages, [pages, ...], a pytree.
-      orders: how each is kept.
-      placement: where.
+      stores: a pytree of arrays of pages, [pages, ...].
+      orders: the order in which each array is kept; the result is in the same.
+      placement: where the arrays are stored.
       table: int32[batch, columns], the pages of each row.
-      page: units of a page.
-      start, size: which units, counted through the columns: some of one page, or whole pages.
-      layer: int32[], whose, where the arrays are [layers, pages, ...].
+      page: units per page.
+      start, size: a part of one page, or whole pages; units count through the columns.
+      layer: int32[], the layer, if the arrays are those of a stack, [layers, pages, ...].
     """
     count = max(size // page, 1)
     column = lax.dynamic_slice_in_dim(table, start // page, count, axis=1)
@@ -44,9 +50,9 @@ def from_pages(
     return jax.tree.map(one, stores, orders)
 
 
-def fitting(page: int, units: int, of: int) -> int:
-    """About so many units, a multiple ``of`` so many, such that those from any multiple of them on
-    are a part of one page, or whole ones."""
+def fit_units(page: int, units: int, of: int) -> int:
+    """A number close to ``units``, and a multiple of ``of``, that divides a page or is a multiple
+    of one: reads of this size, at multiples of it, are within one page or of whole pages."""
     if units >= page:
         return units // page * page
     parts = (n for n in range(units, units // 2, -1) if page % n == 0 and n % of == 0)
@@ -56,7 +62,7 @@ def fitting(page: int, units: int, of: int) -> int:
 def _gathered(
     store: Array, order: Order, pages: Array, begin: Array, length: int, layer: Array | None
 ) -> Array:
-    """By one gather, whose result has each row's pages one behind the other already."""
+    """One gather, whose result has the pages of each row concatenated."""
     batch, count = pages.shape
     leading = () if layer is None else (layer,)
     before = len(leading) + 1
@@ -73,23 +79,28 @@ def _gathered(
         return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
     shape[axis] = length
     index = jnp.stack([*(jnp.broadcast_to(x, pages.shape) for x in (*leading, pages, begin))], 2)
-    # A result [batch, ..., count, length, ...].
+    # The result is [batch, ..., count, length, ...].
     dims = lax.GatherDimensionNumbers(
         offset_dims=tuple(n for n in range(1, len(shape) + 1) if n != axis),
         collapsed_slice_dims=tuple(range(before)),
         start_index_map=(*range(before), axis + before - 1),
     )
-    # A column that has no page is of no token: whatever is read there is not seen.
+    # A column without a page holds no tokens. What is read there is masked.
     found = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
 def _one_by_one(
-    store: Array, order: Order, placement: Device, pages: Array, begin: Array, length: int,
+    store: Array,
+    order: Order,
+    placement: Device,
+    pages: Array,
+    begin: Array,
+    length: int,
     layer: Array | None,
-) -> Array:  # fmt: skip
-    """By a slice of each page: what is kept elsewhere can't be gathered, and a TPU would turn it
-    round."""
+) -> Array:
+    """One slice for each page. Arrays in host memory can't be gathered, and a TPU's compiler would
+    transpose the whole pool for a gather."""
     batch, count = pages.shape
     of_pages = store.shape if layer is None else store.shape[1:]
     axis, shape = order.axis, [1, *of_pages[1:]]
@@ -107,9 +118,11 @@ def _one_by_one(
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
-def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, target: Array) -> Any:
-    """Stores of pages with some copied, in place: int32[n] each, -1 for none. One after the other,
-    and nothing at all where there is none."""
+def copy_pages(stores: Any, orders: Any, placement: Device, source: Array, target: Array) -> Any:
+    """Copy pages ``source`` to ``target``, int32[n] each, -1 for none, in place.
+
+    Pages are copied one after another. If there are none, nothing is read or written.
+    """
 
     def one(store: Array, order: Order) -> Array:
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
@@ -119,18 +132,18 @@ def copied_pages(stores: Any, orders: Any, placement: Device, source: Array, tar
             known = jnp.clip(source[number], 0, store.shape[0] - 1)
             page = order.slice_row(into, known, start, like)  # type: ignore[arg-type]
             there = (source[number] >= 0) & (target[number] >= 0)
-            at = jnp.where(there, target[number], known)  # where there is none, onto itself
+            at = jnp.where(there, target[number], known)  # -1: copy a page onto itself
             return order.update_row(into, at, start, placement.far(placement.near(page)))
 
-        turns = jnp.where(jnp.any(source >= 0), len(source), 0)
-        return control_flow.fori_loop(0, turns, copy, store)
+        count = jnp.where(jnp.any(source >= 0), len(source), 0)
+        return control_flow.fori_loop(0, count, copy, store)
 
     return jax.tree.map(one, stores, orders)
 
 
-def in_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
-    """Stores of rows, [batch, kv_heads, units, ...], as pages of a pool of so many: where rows have
-    any, by their ``table``, int32[batch, columns]."""
+def to_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
+    """Move rows, [batch, kv_heads, units, ...], into the pages that ``table``, int32[batch,
+    columns], names. ``page``: units per page; ``pages``: pages of the pool."""
     columns = table.shape[1]
     at = jnp.where(table >= 0, table, pages).ravel()
 
@@ -143,8 +156,8 @@ def in_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
     return jax.tree.map(one, stores)
 
 
-def pages_at(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
-    """What stands in some pages, int32[n], near and as they are kept: [n, ...]; anything for -1."""
+def gather_pages(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
+    """The contents of ``pages``, int32[n], on the device: [n, ...]; undefined for -1."""
 
     def one(store: Array, order: Order) -> Array:
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
@@ -158,9 +171,9 @@ def pages_at(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
     return jax.tree.map(one, stores, orders)
 
 
-def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, contents: Any) -> Any:
-    """Stores with the contents of some pages, int32[n], -1 for none, as ``pages_at`` gives them,
-    written in place."""
+def scatter_pages(stores: Any, orders: Any, placement: Device, pages: Array, contents: Any) -> Any:
+    """Write ``contents``, as ``gather_pages`` returns them, to ``pages``, in place. ``pages``:
+    int32[n]; all -1 come last."""
 
     def one(store: Array, order: Order, new: Array) -> Array:
         def write(number: Array, into: Array) -> Array:
@@ -172,13 +185,13 @@ def with_pages_at(stores: Any, orders: Any, placement: Device, pages: Array, con
     return jax.tree.map(one, stores, orders, contents)
 
 
-def into_pages(
+def write_pages(
     into: Array, x: Array, run: Run, count: PerRow, table: Array, layer: Array | None
 ) -> Array:
-    """``write_rows`` of a run into pages, all of them at once."""
-    page, size = pages_of(table, run), min(x.shape[2], run.high)
+    """``write_rows`` for one run of paged slots, with one scatter."""
+    page, size = run_pages(table, run), min(x.shape[2], run.high)
     batch, pages = page.shape
-    # The first token of the call that goes to each page, and where it stands there.
+    # For each page: the first token of the call that belongs to it, and the unit it goes to.
     first = arange_row(pages) * run.high - run.start[:, None]
     origin = jnp.clip(-first, 0, run.high - size)
     tokens = (first + origin)[:, :, None] + arange_row(size)[None]
@@ -201,21 +214,22 @@ def into_pages(
         )
         old = lax.gather(into, index, dims, (*[1] * before, *new.shape[1:]), mode="fill")
         new = jnp.where(real.reshape(-1, 1, size, *[1] * (x.ndim - 3)), new, old)
-    return scattered(into, index, new)
+    return scatter_units(into, index, new)
 
 
-def pages_of(table: Array, run: Run) -> Array:
-    """int32[batch, pages]: the pages of each row that a run is of."""
+def run_pages(table: Array, run: Run) -> Array:
+    """int32[batch, pages]: the pages of each row that ``run`` writes to."""
     assert run.columns is not None
     return jnp.take_along_axis(table, run.columns, 1, mode="fill", fill_value=-1)
 
 
-def scattered(into: Array, index: Array, new: Array) -> Array:
-    """With units [n, kv_heads, ...] where ``index``, int32[n, axes], says: what rows they are of,
-    perhaps behind a layer, and the first of them. Those of a row that is none are dropped."""
+def scatter_units(into: Array, index: Array, new: Array) -> Array:
+    """Write units ``new``, [n, kv_heads, size, ...], in place. ``index``, int32[n, axes]: the row
+    (or the layer and the row) of each, and its first unit; out-of-range rows are dropped."""
     before = index.shape[1] - 1
     where = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, new.ndim)), inserted_window_dims=tuple(range(before)),
+        update_window_dims=tuple(range(1, new.ndim)),
+        inserted_window_dims=tuple(range(before)),
         scatter_dims_to_operand_dims=(*range(before), before + 1),
-    )  # fmt: skip
+    )
     return lax.scatter(into, index, new, where, mode="drop")

@@ -1,4 +1,4 @@
-"""Write a call's tokens into the slots of each row, in place, and nothing else."""
+"""Write the tokens of a call into the slots of each row, in place."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, LANES, Order, Row
-from kvjax.placement.pages import into_pages, pages_of, scattered
+from kvjax.placement.pages import run_pages, scatter_units, write_pages
 
 
 def write_rows(
@@ -27,27 +27,27 @@ def write_rows(
     table: Array | None = None,
     layer: Array | None = None,
 ) -> Array:
-    """Write ``x[:, :, :count]`` into each row where the runs say, in place, and nothing else.
+    """Write ``x[:, :, :count]`` into the slots of each row that ``runs`` name, in place.
 
     Args:
-      into: an array of a store, as it is kept.
-      x: new units, as codecs make them.
-      runs: where they go.
+      into: an array of a store, in the order in which the device keeps it.
+      x: new units, as a codec returns them.
+      runs: where they are written.
       count: int32[batch], how many of them each row takes.
-      order: in which ``into`` is kept.
-      table: int32[batch, columns], the pages of each row, where ``into`` is of pages: what is to go
-        to a page that is none is dropped.
-      layer: int32[], whose rows, where ``into`` is [layers, batch, ...].
+      order: the order of ``into``.
+      table: int32[batch, columns], the pages of each row, if ``into`` is an array of pages. Units
+        for a page that does not exist are dropped.
+      layer: int32[], the layer, if ``into`` is that of a stack, [layers, batch, ...].
     """
     platform, scatters = current_platform(), table is not None or layer is not None
     in_place = jax_0_10_indexes_in_place(platform) and jax_0_8_scatters_in_place(platform)
     if platform == "tpu" or (scatters and not in_place):
-        # What reads all rows at once, to put back what stands there, wants another order of axes,
-        # and would copy the whole array for it.
+        # A read of all rows at once, to keep their old content, makes the compiler choose another
+        # order of axes, and copy the whole array for it.
         return _row_by_row(into, x, runs, count, order, table, layer)
     for run in runs:
         if table is not None:
-            into = into_pages(into, x, run, count, table, layer)
+            into = write_pages(into, x, run, count, table, layer)
             continue
         if layer is not None:
             into = _into_layer(into, x, run, count, layer)
@@ -65,7 +65,7 @@ def write_rows(
 
 
 def _into_layer(into: Array, x: Array, run: Run, count: PerRow, layer: Array) -> Array:
-    """``write_rows`` of a run into the rows of a layer of [layers, batch, ...]."""
+    """``write_rows`` for one run, into a layer of [layers, batch, ...]."""
 
     def one(row: Array, x: Array, start: Array, skip: Array, count: Array) -> tuple[Array, Array]:
         origin, x, real = _window(run, x, start, skip, count)
@@ -78,7 +78,7 @@ def _into_layer(into: Array, x: Array, run: Run, count: PerRow, layer: Array) ->
         return AS_IS.with_row(into, (layer, rows[0]), origin, new[None])
     origin, new = jax.vmap(one)(rows, x, run.start, skip, count)
     index = jnp.stack([jnp.broadcast_to(layer, rows.shape), rows, origin], axis=1)
-    return scattered(into, index, new)
+    return scatter_units(into, index, new)
 
 
 def write_far(
@@ -92,9 +92,12 @@ def write_far(
     table: Array | None = None,
     layer: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """``write_rows`` into an array that is kept elsewhere, and into its copy on the device where
-    there is one: row by row, for such an array takes no scatter, and not at all where no row has
-    anything to write."""
+    """``write_rows`` into an array in host memory, and into its copy on the device, ``near``, if
+    there is one.
+
+    Arrays in host memory do not support scatters, so rows are written one by one. If no row has
+    anything to write, nothing is transferred.
+    """
     for run in runs:
         copy = near = None if near is None else write_rows(near, x, [run], count, order, table)
         into = _row_by_row(into, x, [run], count, order, table, layer, placement, copy)
@@ -112,8 +115,9 @@ def _row_by_row(
     placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` in a loop. ``placement``: of ``into``, if it is elsewhere, and then nothing is
-    moved where no row has anything to write; ``copy``: the same numbers where it is computed."""
+    """``write_rows`` in a loop over rows. ``placement``: that of ``into``, if it is in host memory;
+    then nothing is transferred if no row has anything to write. ``copy``: the updated copy of
+    ``into`` on the device."""
     moved: Any = () if placement is None else (placement.near, placement.far, copy)
     for run in runs:
 
@@ -124,7 +128,7 @@ def _row_by_row(
         rows: Any = x.shape[0]
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
-        # With as many turns as rows it is differentiable.
+        # A constant trip count keeps it differentiable.
         into = control_flow.fori_loop(0, rows, one, into)
     return into
 
@@ -142,43 +146,63 @@ def write_row(
     far: Callable[[Array], Array] = lambda new: new,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` of one row's units ``x``, [kv_heads, new, ...], where a run says."""
+    """``write_rows`` for one run and the units ``x``, [kv_heads, new, ...], of one row.
+
+    ``near``, ``far``: moves between the memory of ``into`` and the device. ``copy``: an updated
+    copy of ``into`` on the device, to take the new content from.
+    """
     if run.columns is not None and table is not None:
         return _row_into_pages(into, row, x, run, count, order, table, layer, near, far, copy)
-    found = run.start[row], _skipped(run, count)[row], count[row]
+    span = run.start[row], _skipped(run, count)[row], count[row]
     at = row if layer is None else (layer, row)
-    return _write_one(into, at, x, run, found, order, near, far, copy)
+    return _write_one(into, at, x, run, span, order, near, far, copy)
 
 
 def _row_into_pages(
-    into: Array, row: Array, x: Array, run: Run, count: PerRow, order: Order, table: Array,
-    layer: Array | None, near: Any, far: Any, copy: Array | None,
-) -> Array:  # fmt: skip
-    """``write_row`` into one page after the other; what is to go to one that is none is dropped."""
-    mine = pages_of(table, run)[row]
+    into: Array,
+    row: Array,
+    x: Array,
+    run: Run,
+    count: PerRow,
+    order: Order,
+    table: Array,
+    layer: Array | None,
+    near: Any,
+    far: Any,
+    copy: Array | None,
+) -> Array:
+    """``write_row`` into one page after another; units for a page that does not exist are
+    dropped."""
+    mine = run_pages(table, run)[row]
 
     def one(number: Array, into: Array) -> Array:
         page = mine[number]
         pages = into.shape[0 if layer is None else 1]
         real = jnp.where((page >= 0) & (page < pages), count[row], 0)
-        found = run.start[row] - number * run.high, jnp.int32(0), real
+        span = run.start[row] - number * run.high, jnp.int32(0), real
         at = page if layer is None else (layer, page)
-        return _write_one(into, at, x, run, found, order, near, far, copy)
+        return _write_one(into, at, x, run, span, order, near, far, copy)
 
-    return (
-        one(jnp.int32(0), into)
-        if len(mine) == 1
-        else control_flow.fori_loop(0, len(mine), one, into)
-    )
+    if len(mine) == 1:
+        return one(jnp.int32(0), into)
+    return control_flow.fori_loop(0, len(mine), one, into)
 
 
 def _write_one(
-    into: Array, row: Row, x: Array, run: Run, found: tuple[Array, ...], order: Order, near: Any,
-    far: Any, copy: Array | None,
-) -> Array:  # fmt: skip
-    """One row's units, from ``found`` start on, between skip and count of them."""
+    into: Array,
+    row: Row,
+    x: Array,
+    run: Run,
+    span: tuple[Array, ...],
+    order: Order,
+    near: Any,
+    far: Any,
+    copy: Array | None,
+) -> Array:
+    """Write units of one row. ``span``: its start slot, and the ``skip`` and ``count`` between
+    which units are written."""
     x = jnp.pad(x, ((0, 0), (0, max(order.min_units - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
-    origin, new, real = _window(run, x, *found)
+    origin, new, real = _window(run, x, *span)
     like = jax.eval_shape(order.arrange, new[None])
     if copy is None:
         old = near(order.slice_row(into, row, origin, like))
@@ -187,25 +211,25 @@ def _write_one(
         merged = order.slice_row(copy, row, origin, like)
     into = order.update_row(into, row, origin, far(merged))
     if order.tileable and into.shape[-1] % LANES == 0:
-        # As it is given, and as kernels want it: in a loop a TPU's compiler would choose what suits
-        # the update, and copy the array for that.
+        # The order that it has and that kernels need. In a loop, a TPU's compiler would choose the
+        # order that suits the update, and copy the array.
         return with_layout_constraint(into, Layout(major_to_minor=tuple(range(into.ndim))))
     return into
 
 
 def _skipped(run: Run, count: PerRow) -> PerRow:
-    """``run.skip`` of each row."""
+    """``run.skip`` for each row."""
     return jnp.broadcast_to(jnp.asarray(run.skip, jnp.int32), count.shape)
 
 
 def _window(
     run: Run, x: Array, start: Array, skip: Array, count: Array
 ) -> tuple[Array, Array, Array]:
-    """Where a row's new content goes, the content, and which of it is real.
+    """The first slot to write, the new content from there on, and a mask of what is real in it.
 
-    A chunk that is padded past the end must not push its real tokens to lower slots, as
-    ``dynamic_update_slice`` would: the window is moved to where it fits, and the old content put
-    back.
+    ``dynamic_update_slice`` would clamp the start of a chunk whose padding reaches past the end,
+    and so write its real tokens to lower slots. Here the window is moved to where it fits, and the
+    mask keeps the old content.
     """
     size = min(x.shape[1], run.high - run.low)
     origin = jnp.clip(start, run.low, run.high - size)

@@ -19,7 +19,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator
-from kvjax.placement.pages import pages_at
+from kvjax.placement.pages import gather_pages
 from kvjax.prefixes.pool import CacheGroup, PageArrays
 
 
@@ -115,7 +115,7 @@ def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups:
         for number in layers if has_split else ():
             layer = cache.layers[number]
             body, placement = (layer.keys, layer.values), layer.policy.placement
-            parts.append(pages_at(body, layer.orders, placement, page))
+            parts.append(gather_pages(body, layer.orders, placement, page))
     rows = [jax.tree.map(jnp.copy, row_arrays(layer.near())) for layer in cache.layers]
     return tuple(pools), tables, (rows, cache.written), parts
 

@@ -13,7 +13,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator, PageGroup
-from kvjax.placement.pages import pages_at, with_pages_at
+from kvjax.placement.pages import gather_pages, scatter_pages
 
 PageArrays = list[np.ndarray]
 """The content of one page on the host: its part of every array of every layer of a group."""
@@ -206,7 +206,7 @@ def _padded(pages: Sequence[int]) -> np.ndarray:
 @functools.partial(jax.jit, static_argnames="formats")
 def _read(bodies: Any, pages: Array, *, formats: Any) -> Any:
     return [
-        pages_at(body, orders, placement, pages)
+        gather_pages(body, orders, placement, pages)
         for body, (orders, placement) in zip(bodies, formats, strict=True)
     ]
 
@@ -214,6 +214,6 @@ def _read(bodies: Any, pages: Array, *, formats: Any) -> Any:
 @functools.partial(jax.jit, static_argnames="formats", donate_argnames="bodies")
 def _write(bodies: Any, pages: Array, contents: Any, formats: Any) -> Any:
     return [
-        with_pages_at(body, orders, placement, pages, new)
+        scatter_pages(body, orders, placement, pages, new)
         for body, new, (orders, placement) in zip(bodies, contents, formats, strict=True)
     ]
