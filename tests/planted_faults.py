@@ -141,8 +141,8 @@ FAULTS = (
     ),
     Fault(
         "the decode loop does not donate its cache", "generation/programs.py",
-        'static_argnames=("model", "filters", "scores"), donate_argnames=("context", "past")',
-        'static_argnames=("model", "filters", "scores"), donate_argnames=("seen",)',
+        'static_argnames=("model", "filters", "logprobs"), donate_argnames=("context", "past")',
+        'static_argnames=("model", "filters", "logprobs"), donate_argnames=("seen",)',
         ("generate", "compilations", "transforms"),
     ),
     Fault(
@@ -561,8 +561,8 @@ FAULTS = (
     ),
     Fault(
         "tokens are drawn from what the hook has not seen", "generation/programs.py",
-        "choose_tokens(before, past, logits, filters, settings, limit, allowed=allowed)",
-        "choose_tokens(before, past, raw, filters, settings, limit, allowed=allowed)",
+        "progress, past, logits, filters, sampling, limit, allowed=allowed",
+        "progress, past, raw, filters, sampling, limit, allowed=allowed",
         ("scores",),
     ),
     Fault(

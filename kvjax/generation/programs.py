@@ -1,7 +1,7 @@
-"""The programs that generation runs on the device: a prefill chunk, and the decode loop.
+"""The compiled programs of a generation: prefill of a chunk, the next token, and the decode loop.
 
-Both are compiled once for a model, a batch and a capacity; how many tokens are real, how many
-steps to run and every number of the sampling are traced. The cache is donated to both.
+Each is compiled once per model, batch and capacity. The number of real tokens, the number of steps
+and the sampling parameters are traced. The cache is donated.
 """
 
 import functools
@@ -28,10 +28,13 @@ from kvjax.sampling.scores import Scores, score_tokens
 
 @pytree_dataclass
 class Progress:
-    """Where each row stands.
+    """The state of each row.
 
-    ``token``: the newest, which the model has not seen yet; ``count``: new tokens; ``done``,
-    ``broken``: finished, and finished because its logits were not finite numbers.
+    Attributes:
+      token: the newest token. The model has not processed it yet.
+      count: the number of new tokens.
+      done: whether the row has ended.
+      broken: whether the row has ended because its logits were not finite.
     """
 
     token: PerRow
@@ -41,47 +44,51 @@ class Progress:
 
 
 def choose_and_score(
-    before: Progress,
+    progress: Progress,
     past: TokenHistory | None,
     logits: Logits,
     filters: Filters,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
-    scores: int | None,
+    logprobs: int | None,
     *,
     allowed: Allowed | None = None,
 ) -> tuple[Progress, TokenHistory | None, Scores | None]:
-    """The next token of the rows that are not done, their texts with it, and its scores;
-    ``allowed``: see ``sample``."""
+    """Apply the user's hook, choose the next token of each unfinished row, and score it.
+
+    The arguments are those of ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is.
+    """
     raw = logits
     if past is not None:
         logits = past.apply_hook(logits, filters.hook)
-    after, then = choose_tokens(before, past, logits, filters, settings, limit, allowed=allowed)
-    found = None
-    if scores is not None:
+    after, history = choose_tokens(
+        progress, past, logits, filters, sampling, limit, allowed=allowed
+    )
+    scores = None
+    if logprobs is not None:
         filtered = None
         if not filters.greedy:
             filtered = filter_logits(
                 logits.astype(jnp.float32),
                 filters,
-                settings,
-                count=before.count,
+                sampling,
+                count=progress.count,
                 past=past,
                 allowed=allowed,
             )
-        found = score_tokens(
-            raw, after.token, scores, filtered=filtered, temperature=settings.temperature
+        scores = score_tokens(
+            raw, after.token, logprobs, filtered=filtered, temperature=sampling.temperature
         )
-    return after, then, found
+    return after, history, scores
 
 
 def gather_vocab(logits: Logits, context: Context) -> Logits:
-    """Logits with the whole vocabulary of its rows on every device of a cache's mesh: drawing looks
-    at them many times, and programs should not depend on how they were divided."""
-    spread = None if context.cache is None else context.cache.spread
-    if spread is None:
+    """On a mesh, replicate the vocabulary axis of logits; rows stay sharded. Sampling reads logits
+    many times, and programs should not depend on how the model sharded them."""
+    mesh = None if context.cache is None else context.cache.spread
+    if mesh is None:
         return logits
-    return lax.with_sharding_constraint(logits, spread.sharding(spread.row_spec()))
+    return lax.with_sharding_constraint(logits, mesh.sharding(mesh.row_spec()))
 
 
 def choose_tokens(
@@ -89,19 +96,22 @@ def choose_tokens(
     past: TokenHistory | None,
     logits: Logits,
     filters: Filters,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
     *,
     forced: PerRow | None = None,
     allowed: Allowed | None = None,
 ) -> tuple[Progress, TokenHistory | None]:
-    """Choose the next token of the rows that are not done, and their texts with it.
+    """Choose the next token of each unfinished row, and append it to the history.
 
-    ``limit``: of all rows, or of each. ``forced``: int32[batch], tokens that are known already, -1
-    for none. ``allowed``: see ``sample``.
+    Args:
+      progress, past: the rows before this token.
+      logits, filters, sampling, allowed: as for ``sample``.
+      limit: new tokens after which a row ends: one number, or one per row.
+      forced: int32[batch], tokens to take instead of a draw; -1 for none.
     """
     token, finite = sample(
-        logits, filters, settings, count=progress.count, past=past, allowed=allowed
+        logits, filters, sampling, count=progress.count, past=past, allowed=allowed
     )
     if forced is not None:
         token = jnp.where(forced >= 0, forced, token)
@@ -109,7 +119,7 @@ def choose_tokens(
     taken = ~progress.done & finite
     token = jnp.where(taken, token, progress.token)
     count = progress.count + taken.astype(jnp.int32)
-    ended = taken & jnp.any(token[:, None] == settings.eos, axis=-1)
+    ended = taken & jnp.any(token[:, None] == sampling.eos, axis=-1)
     done = progress.done | broken | ended | (count >= limit)
     if past is not None:
         seen = past.seen
@@ -122,7 +132,7 @@ def choose_tokens(
 _T = TypeVar("_T")
 
 MAX_STEPS = 128
-"""The most steps that one dispatch of the decode loop can run."""
+"""The most steps that one dispatch of the decode loop runs."""
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -135,63 +145,71 @@ def prefill(
     lengths: PerRow,
     ends: RowMask,
 ) -> tuple[Context, Logits]:
-    """Feed a chunk of the prompts; the context, and the logits after its text.
+    """Process a chunk of the prompts.
 
-    ``tokens`` are padded on the right, ``lengths`` of them real; ``ends``: rows whose prompts end
-    here; ``logits``: of those whose prompts ended in an earlier chunk.
+    Args:
+      model, params, context: the model, and the sequences before this chunk.
+      logits: of rows whose prompts ended in an earlier chunk.
+      tokens, lengths: int32[batch, new], right-padded, and the number of real tokens.
+      ends: rows whose prompts end in this chunk.
+
+    Returns:
+      The context, and the logits after the last token of each prompt that has ended.
     """
     new, context = context.forward(model, params, tokens, lengths)
     return context, gather_vocab(jnp.where(ends[:, None], new, logits), context)
 
 
 def repeat_rows(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
-    """Every row, and its logits, ``times`` times, one behind the other. Pages are used up, and stay
-    where they are."""
+    """Repeat every row and its logits ``times`` times, in consecutive rows. Repeated rows share
+    pages, so pages are donated and not copied."""
     cache = context.cache
     if cache is None:
-        return _repeated((context, logits), times)
-    shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
-    own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
-    cache, logits = _sampled(shared, replace(cache, layers=tuple(own)), logits, times)
+        return _repeat_arrays((context, logits), times)
+    pages = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
+    layers = [
+        replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers
+    ]
+    cache, logits = _repeat_cache(pages, replace(cache, layers=tuple(layers)), logits, times)
     return Cached(cache), logits
 
 
 @functools.partial(jax.jit, static_argnames="times")
-def _repeated(arrays: _T, times: int) -> _T:
+def _repeat_arrays(arrays: _T, times: int) -> _T:
     return jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), arrays)
 
 
-@functools.partial(jax.jit, static_argnames="times", donate_argnames="shared")
-def _sampled(shared: Any, cache: KVCache, logits: Logits, times: int) -> tuple[KVCache, Logits]:
+@functools.partial(jax.jit, static_argnames="times", donate_argnames="pages")
+def _repeat_cache(pages: Any, cache: KVCache, logits: Logits, times: int) -> tuple[KVCache, Logits]:
     layers = [
-        held if body is None else replace(held, keys=body[0], values=body[1])
-        for held, body in zip(cache.layers, shared, strict=True)
+        layer if body is None else replace(layer, keys=body[0], values=body[1])
+        for layer, body in zip(cache.layers, pages, strict=True)
     ]
     cache = repeat(replace(cache, layers=tuple(layers)), times)
     return cache, gather_vocab(jnp.repeat(logits, times, axis=0), Cached(cache))
 
 
-@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
+@functools.partial(jax.jit, static_argnames=("filters", "logprobs"), donate_argnames="past")
 def choose_first(
     logits: Logits,
     filters: Filters,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
     past: TokenHistory | None,
-    scores: int | None = None,
+    logprobs: int | None = None,
 ) -> tuple[Progress, TokenHistory | None, Scores | None]:
-    """Choose the first new token of each row, from the logits after its prompt; ``past`` and
-    ``scores`` as of ``decode``, of [batch, 1]."""
+    """Choose the first new token of each row, from the logits after its prompt. The arguments are
+    those of ``decode``; scores have the shape [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
-    progress, past, found = choose_and_score(
-        progress, past, logits, filters, settings, limit, scores
+    progress, past, scores = choose_and_score(
+        progress, past, logits, filters, sampling, limit, logprobs
     )
-    return progress, past, jax.tree.map(lambda x: x[:, None], found)
+    return progress, past, jax.tree.map(lambda x: x[:, None], scores)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("model", "filters", "scores"), donate_argnames=("context", "past")
+    jax.jit, static_argnames=("model", "filters", "logprobs"), donate_argnames=("context", "past")
 )
 def decode(
     model: Model,
@@ -201,24 +219,38 @@ def decode(
     progress: Progress,
     past: TokenHistory | None,
     halt: RowMask,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
     steps: Array,
-    scores: int | None = None,
+    logprobs: int | None = None,
 ) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch chunk"], Scores | None]:
-    """Decode until ``steps`` more tokens are chosen, or all rows are done.
+    """Choose ``steps`` more tokens per row, or stop when all rows have ended.
 
-    ``past``: of each row, where a penalty or a hook asks for it; ``halt``: rows to end now;
-    ``limit``: int32, new tokens after which a row is done; ``steps``: int32, at most ``MAX_STEPS``;
-    ``scores``: the likeliest tokens that are told with each, None for no log-probabilities.
+    Args:
+      model, filters, params, context, progress, sampling: the model, the rows, and how to sample.
+      past: the tokens of each row, if a penalty or hook needs them.
+      halt: rows to end now.
+      limit: int32, new tokens after which a row ends.
+      steps: int32, at most ``MAX_STEPS``.
+      logprobs: how many of the most likely tokens to score with each new token; None for no scores.
 
     Returns:
-      Context, progress and ``past``, and int32[batch, CHUNK], the tokens chosen: as many of a row
-      as its ``count`` has grown by; their scores, of [batch, CHUNK].
+      ``context``, ``progress`` and ``past``; the chosen tokens, int32[batch, MAX_STEPS], of which
+      a row has as many as its ``count`` has grown by; their scores, [batch, MAX_STEPS].
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
     return decode_loop(
-        model, filters, params, context, progress, past, settings, limit, steps, scores, MAX_STEPS
+        model,
+        filters,
+        params,
+        context,
+        progress,
+        past,
+        sampling,
+        limit,
+        steps,
+        logprobs,
+        MAX_STEPS,
     )
 
 
@@ -229,42 +261,42 @@ def decode_loop(
     context: Context,
     progress: Progress,
     past: TokenHistory | None,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
     steps: Array,
-    scores: int | None,
-    room: int,
+    logprobs: int | None,
+    max_steps: int,
     *,
-    go_on_broken: bool = False,
-) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch room"], Scores | None]:
-    """``decode``, inside a program, of at most ``room`` steps; with ``go_on_broken`` rows go on
-    beside those that are."""
-    shape = progress.token.shape[0], room
-    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    ignore_broken: bool = False,
+) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch max_steps"], Scores | None]:
+    """``decode`` as a plain function, of at most ``max_steps`` steps. It stops when a row's logits
+    are not finite, unless ``ignore_broken``."""
+    shape = progress.token.shape[0], max_steps
+    out = jnp.zeros(shape, jnp.int32), None if logprobs is None else Scores.zeros(shape, logprobs)
 
-    def go_on(carry: Any) -> Array:
+    def running(carry: Any) -> Array:
         step, _, progress, *_ = carry
-        ending = jnp.all(progress.done)
-        if not go_on_broken:
-            ending |= jnp.any(progress.broken)
-        return (step < steps) & ~ending
+        stop = jnp.all(progress.done)
+        if not ignore_broken:
+            stop |= jnp.any(progress.broken)
+        return (step < steps) & ~stop
 
-    def one(carry: Any) -> Any:
+    def step_once(carry: Any) -> Any:
         step, context, progress, past, out = carry
-        # A row that is done feeds nothing, so that its cache ends where its text does.
+        # A row that has ended appends nothing, so that its cache ends where its text does.
         lengths = (~progress.done).astype(jnp.int32)
         logits, context = context.forward(model, params, progress.token[:, None], lengths)
-        logits = logits if filters.greedy and scores is None else gather_vocab(logits, context)
-        progress, past, found = choose_and_score(
-            progress, past, logits, filters, settings, limit, scores
+        logits = logits if filters.greedy and logprobs is None else gather_vocab(logits, context)
+        progress, past, scores = choose_and_score(
+            progress, past, logits, filters, sampling, limit, logprobs
         )
         out = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
             out,
-            (progress.token, found),
+            (progress.token, scores),
         )
         return step + 1, context, progress, past, out
 
     carry = jnp.int32(0), context, progress, past, out
-    _, context, progress, past, out = lax.while_loop(go_on, one, carry)
+    _, context, progress, past, out = lax.while_loop(running, step_once, carry)
     return context, progress, past, *out

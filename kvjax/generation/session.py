@@ -1,4 +1,4 @@
-"""A generation on the device: start, prefill, grow the cache, decode."""
+"""A generation on the device: create the cache, prefill, grow, decode."""
 
 from collections import Counter
 from typing import Any, NamedTuple
@@ -32,22 +32,34 @@ from kvjax.sampling.scores import Scores
 
 
 class DecodeOutput(NamedTuple):
-    """Of a dispatch: the tokens it chose, int32[batch, chunk], where the rows stand after it, the
-    tokens' scores, where they were asked for, and how drafts fare, where there are any."""
+    """The result of one dispatch.
+
+    Attributes:
+      tokens: int32[batch, steps], the chosen tokens.
+      progress: the rows after it.
+      scores: of the tokens; None without ``logprobs``.
+      acceptance: of drafted tokens; None without a draft.
+    """
 
     tokens: jax.Array
     progress: Progress
     scores: Scores | None
-    drafted: Acceptance | None
+    acceptance: Acceptance | None
 
 
 class Session:
-    """A running generation: ``start``, ``fill`` with each chunk of the prompts, ``begin``, and
-    ``decode`` again and again, each with ``make_room`` before it where the cache grows.
+    """A running generation. Call ``start``, ``prefill`` with each chunk of the prompts, ``begin``,
+    then ``decode`` repeatedly. If the cache grows, call ``make_room`` before each of the last three.
 
-    Nothing here waits for the device. ``context``: the text so far, and ``logits``,
-    float32[batch, vocab], after its prompts; ``cache_bytes``: of the cache, and of what
-    an encoder has read, by place; ``moves``: layers that changed their place.
+    No method waits for the device, except ``can_rewind`` and ``check``.
+
+    Attributes:
+      context: the sequences.
+      logits: float32[batch, vocab], after the prompts.
+      cache_bytes: bytes of the cache and the encoder's cache, by placement.
+      moves: layers that ``policy("auto")`` has moved.
+      prefix_hits: int32[batch], tokens of each prompt that the prefix tree had.
+      prefilled: int32[batch], tokens of each prompt in the cache.
     """
 
     context: Context
@@ -55,32 +67,31 @@ class Session:
 
     def __init__(self, lm: LanguageModel, request: GenerationRequest) -> None:
         self._lm, self._request = lm, request
-        self._rows = len(request.prompts)  # on a mesh perhaps more than were asked for
+        self._rows = len(request.prompts)  # including rows that fill up a mesh
         self.cache_bytes: Counter[str] = Counter()
         self.moves: list[Move] = []
-        self.prefix_hits = np.zeros(self._rows, np.int32)
-        self._prefilled = self.prefix_hits
+        self.prefix_hits = self.prefilled = np.zeros(self._rows, np.int32)
         self._lease: Lease | None = None
         self._drafts: SpeculativeDecoder | None = None
 
     @property
     def lm(self) -> LanguageModel:
-        """The model, with what its encoder has read."""
+        """The model, after ``start`` with the encoder's output."""
         return self._lm
 
     @property
     def max_steps(self) -> int | None:
-        """The tokens that ``decode`` may take of a row, where each call waits for the one before;
-        else None: as many as it is told."""
+        """The most steps per ``decode``, if each call waits for the previous one; None if calls can
+        be dispatched ahead."""
         return None
 
     @property
     def cache(self) -> KVCache | None:
-        """The text so far, where it is in a cache."""
+        """The cache; None without one."""
         return self.context.cache
 
     def start(self, context: Context | None = None) -> None:
-        """Take up what the prompts are appended to: by default what the request asks for."""
+        """Create the context that prompts are appended to, or use the given one."""
         request, vocab = self._request, self._lm.config.vocab_size
         if request.encoder_tokens is not None:
             self._lm = self._lm.reading(request.encoder_tokens, request.policy or "static")
@@ -93,8 +104,8 @@ class Session:
             self._drafts = SpeculativeDecoder(self._lm, request, request.draft, platform)
 
     def put(self, tree: Any) -> Any:
-        """Numbers, and arrays with one or more for each row, where the context is, and as committed
-        as that: else each would compile anew beside it."""
+        """Put scalars and arrays of rows where the context is, with the same commitment to devices.
+        Otherwise every combination would compile a program of its own."""
         spread = self._request.spread
         if spread is None:
             context = self.context
@@ -103,24 +114,24 @@ class Session:
         return spread.put(tree, lambda shape: spread.batch_spec(shape, self._rows))
 
     def prefill(self, chunk: PromptChunk) -> None:
-        """Feed a chunk of the prompts."""
+        """Process a chunk of the prompts."""
         self.context, self.logits = programs.prefill(*self._prefill_args(chunk))
-        self._prefilled = self._prefilled + chunk.lengths
+        self.prefilled = self.prefilled + chunk.lengths
         if self._lease is not None and self.cache is not None:
-            self.context = Cached(self._lease.after_chunk(self.cache, self._prefilled))
+            self.context = Cached(self._lease.after_chunk(self.cache, self.prefilled))
 
     def begin(self) -> DecodeOutput:
         """Choose the first token of each row, from the logits after its prompt."""
         request, past = self._request, self.expand_samples()
         self._progress, self._past, scores = programs.choose_first(
-            self.logits, request.filters, self.settings, self._limit, past, request.logprobs
+            self.logits, request.filters, self.sampling, self._limit, past, request.logprobs
         )
         del self.logits
         return DecodeOutput(self._progress.token[:, None], self._progress, scores, None)
 
     def expand_samples(self) -> TokenHistory | None:
-        """Give every prompt as many rows as it has samples, and the pasts that their tokens are
-        chosen by."""
+        """Repeat the row of every prompt for its samples, and return the token history that
+        sampling needs."""
         request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.repeat_rows(
@@ -129,7 +140,7 @@ class Session:
             self._rows *= request.samples
             if self.cache is not None:
                 self._set_cache(self.cache, [])
-        self.settings = self.put(request.sampling)
+        self.sampling = self.put(request.sampling)
         if self._drafts is not None:
             self._drafts.prefill()
             self._drafts.acceptance = self.put(self._drafts.acceptance)
@@ -148,65 +159,60 @@ class Session:
         bool[batch], end now."""
         call, proposer = self._decode_args(steps, halt), self.proposer
         if proposer is None or self._drafts is None:
-            found = programs.decode(*call)
+            results = programs.decode(*call)
         else:
-            found = self._drafts.decode(proposer, call)
-        self.context, self._progress, self._past, out, scores = found
-        drafted = None if self._drafts is None else self._drafts.acceptance
-        return DecodeOutput(out, self._progress, scores, drafted)
+            results = self._drafts.decode(proposer, call)
+        self.context, self._progress, self._past, tokens, scores = results
+        acceptance = None if self._drafts is None else self._drafts.acceptance
+        return DecodeOutput(tokens, self._progress, scores, acceptance)
 
     @property
     def proposer(self) -> Proposer | None:
-        """What proposes drafts, as the cache is now."""
+        """The draft proposer for the current cache."""
         drafts, cache = self._drafts, self.cache
         return None if drafts is None or cache is None else drafts.proposer(cache, drafts.context)
 
     def reach(self, tokens: int) -> int:
-        """Of a text of so many tokens, those that distances between them stay below."""
+        """The largest distance between tokens that attention sees in a sequence of ``tokens``."""
         cache = self.cache
         if cache is None:
             return tokens
         return min(tokens, cache.reach, max(x.policy.layout.reach for x in cache.layers))
 
     def make_room(self, tokens: int) -> None:
-        """Let the cache hold so many tokens a row, where it grows."""
+        """Grow the cache to hold ``tokens`` per row, if it is one that grows."""
         cache = self.cache
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
         self._set_cache(*make_room(cache, grown_capacity(cache, tokens)))
 
-    @property
-    def prefilled(self) -> np.ndarray:
-        """int32[batch]: tokens of each prompt that the text has so far."""
-        return self._prefilled
-
     def can_rewind(self, tokens: np.ndarray) -> bool:
-        """Whether the cache can forget so many of its newest tokens of each row."""
+        """Whether the newest ``tokens`` of each row can be removed from the cache."""
         return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
     def rewind(self, tokens: int | np.ndarray) -> None:
-        """Let the cache forget the newest tokens, so many of every row or of each."""
+        """Remove the newest ``tokens`` of every row, or of each row, from the cache."""
         if self.cache is not None:
             self.context = Cached(rewind(self.cache, tokens))
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """Give back what was lent; of its rows' ``texts`` is kept what others may begin with."""
+        """Return leased pages to the prefix tree, which caches the rows' tokens, ``texts``."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.finish(self.cache, texts)
 
     def check(self) -> None:
-        """Raise what ``kvjax.check`` raises of the cache."""
+        """``kvjax.check`` on the cache."""
         if self.cache is not None:
             check(self.cache)
 
     def lower_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
-        """The programs of these chunks, for the context as it is, to be compiled: a call with
-        arguments of the same kind finds what was compiled for them."""
+        """Lower the programs that prefill these chunks. Later calls with the same types of
+        arguments use the compiled programs."""
         return [programs.prefill.lower(*self._prefill_args(chunk)) for chunk in chunks]
 
     def lower_steps(self) -> dict[str, Lowered]:
-        """The same of ``decode``, by name."""
+        """Lower the programs of ``decode``, by name."""
         call, proposer = self._decode_args(np.int32(0), np.zeros(self._rows, bool)), self.proposer
         if proposer is None or self._drafts is None:
             return {"decode": programs.decode.lower(*call)}
@@ -214,16 +220,16 @@ class Session:
         return {"decode": self._drafts.lowered(proposer, call)}
 
     def zeros_like(self, shapes: Any) -> Any:
-        """Arrays of rows as a program gives them, of such shapes, without their numbers."""
+        """Arrays of zeros with the given shapes, placed as the results of a program are."""
         return self.put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
     def lower_draft_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
-        """A draft's reading of these chunks, where it reads any."""
+        """Lower the draft model's prefill of these chunks, if there is a draft model."""
         return [] if self._drafts is None else self._drafts.lowered_prefill(chunks)
 
     def _prefill_args(self, chunk: PromptChunk) -> tuple[Any, ...]:
-        lm, given = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
-        return lm.architecture, lm.params, self.context, self.logits, *given
+        lm, arrays = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
+        return lm.architecture, lm.params, self.context, self.logits, *arrays
 
     def _decode_args(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[Any, ...]:
         lm = self._lm
@@ -235,7 +241,7 @@ class Session:
             self._progress,
             self._past,
             halt,
-            self.settings,
+            self.sampling,
             self._limit,
             steps,
             self._request.logprobs,
@@ -256,7 +262,7 @@ class Session:
                 samples=request.samples,
                 tenant=name,
             )
-            self.prefix_hits = self._prefilled = lease.hits
+            self.prefix_hits = self.prefilled = lease.hits
             self._set_cache(lease.take_cache(), [])
         elif request.policy is not None:
             cache = allocate(
@@ -268,12 +274,12 @@ class Session:
                 mesh=self._lm.mesh,
                 rotary_len=request.rotary_len,
             )
-            holds = max_capacity(cache)
-            if request.positions > holds:
-                why = f"the policy's cache holds {holds}"
-                why = cache.last_position if holds == cache.positions else why
+            capacity = max_capacity(cache)
+            if request.positions > capacity:
+                limit = f"the policy's cache holds {capacity}"
+                limit = cache.last_position if capacity == cache.positions else limit
                 raise ValueError(
-                    f"prompt and max_new_tokens need {request.positions} positions, but {why}"
+                    f"prompt and max_new_tokens need {request.positions} positions, but {limit}"
                 )
             self._set_cache(cache, [])
         else:

@@ -135,7 +135,7 @@ class Stream(PieceIterator):
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        most = self._session.most
+        most = self._session.max_steps
         self._pace = _DispatchSize(watched=watched, stops=bool(request.stop), most=most)
         self._speculation: Speculation | None = None
         self._prefill_meter, self._decode_meter = Timer(), Timer()
@@ -157,7 +157,7 @@ class Stream(PieceIterator):
     def _pieces_of_all(self) -> Iterator[Piece]:
         with self._prefill_meter.running():
             self._session.start()
-            chunks, hits = self._chunks, self._session.hits
+            chunks, hits = self._chunks, self._session.prefix_hits
             chunks = prompt_chunks(self._request, hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
                 if self._stopping and self._request.can_stop_early:
@@ -173,7 +173,7 @@ class Stream(PieceIterator):
         flying: deque[DecodeOutput] = deque()
         # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
         # if all rows are done by then; but only the host sees stop strings.
-        singly = self._session.most is not None
+        singly = self._session.max_steps is not None
         ahead = 1 if self._request.stop or singly else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
@@ -204,7 +204,7 @@ class Stream(PieceIterator):
         cache: Any = self._session.cache if self._request.prefix_cache is None else None
         cache = to_explicit_mesh(cache, self._request.home)
         both = zip(self._request.row_prompts, self._rows, strict=True)
-        self._session.end([prompt + row.tokens for prompt, row in both])
+        self._session.close([prompt + row.tokens for prompt, row in both])
         result = GenerationResult(
             texts,
             tokens,
@@ -284,7 +284,7 @@ class Stream(PieceIterator):
             for row, whole in zip(self._rows, kept == self._counts, strict=True)
         ]
         if not self._counts.any():  # stopped before the prompts had been read
-            both = zip(self._request.prompts, self._session.held, strict=True)
+            both = zip(self._request.prompts, self._session.prefilled, strict=True)
             unfed = [prompt[held:] for prompt, held in both]
         self._session.check()
         surplus = np.maximum(self._counts - 1 - kept, 0)
@@ -328,6 +328,6 @@ class Stream(PieceIterator):
             stop_reasons=tuple(row.reason for row in self._rows[:rows]),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
-            cached_tokens=int(self._session.hits.sum()),
+            cached_tokens=int(self._session.prefix_hits.sum()),
             speculation=self._speculation,
         )

@@ -314,7 +314,7 @@ def _rolled(
         limit - 1,
         0,
         max(new - 1, 1),
-        go_on_broken=True,
+        ignore_broken=True,
     )
     assert first is not None and scores is not None and context.cache is not None
     chosen, logprobs, drawn = (

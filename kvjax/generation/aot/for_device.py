@@ -190,7 +190,7 @@ class _Programs:
         chosen = self._of_rows(jnp.int32, programs.MAX_STEPS), self._scores(programs.MAX_STEPS)
         found = self._context, self._progress, self._past, *chosen
         if drafts is None:
-            call = functools.partial(unwrap(programs.decode), *static, scores=scores)
+            call = functools.partial(unwrap(programs.decode), *static, logprobs=scores)
             return self._compiled(call, (1, 3), given, found)
         proposer, its, held, fared = drafts
 

@@ -44,7 +44,7 @@ class BeamSession:
         self._numbers = session.put(SearchParams(*numbers))
         self._limit, self._settings = (
             session.put(np.int32(request.max_new_tokens)),
-            session.settings,
+            session.sampling,
         )
         asked = np.arange(len(request.prompts)) < request.rows // request.samples
         context: Any = session.context

@@ -73,7 +73,7 @@ class BeamStream(PieceIterator):
         with self._prefill_meter.running():
             self._session.start()
             chunks = self._chunks
-            chunks = prompt_chunks(request, self._session.hits) if chunks is None else chunks
+            chunks = prompt_chunks(request, self._session.prefix_hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
                 self._session.make_room(chunk.cache_len)
                 self._session.prefill(chunk)
@@ -204,5 +204,5 @@ class BeamStream(PieceIterator):
             stop_reasons=tuple(row.reason for row in self._rows),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
-            cached_tokens=int(self._session.hits.sum()),
+            cached_tokens=int(self._session.prefix_hits.sum()),
         )

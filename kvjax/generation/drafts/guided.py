@@ -103,7 +103,7 @@ class DraftedGuidedSession(GuidedSession):
             self._progress,
             self._past,
             halt,
-            self.settings,
+            self.sampling,
             self._limit,
             steps,
         )
@@ -126,7 +126,7 @@ class DraftedGuidedSession(GuidedSession):
             logits,
             drafted,
             request.filters,
-            self.settings,
+            self.sampling,
             self._limit,
             self._progress,
             self._past,

@@ -91,7 +91,7 @@ class GuidedSession(Session):
         return (
             logits,
             request.filters,
-            self.settings,
+            self.sampling,
             self._limit,
             self._progress,
             self._past,
