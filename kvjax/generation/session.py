@@ -49,7 +49,7 @@ class DecodeOutput(NamedTuple):
 
 class Session:
     """A running generation. Call ``start``, ``prefill`` with each chunk of the prompts, ``begin``,
-    then ``decode`` repeatedly. If the cache grows, call ``make_room`` before each of the last three.
+    then ``decode`` repeatedly. If the cache grows, call ``make_room`` before each of these calls.
 
     No method waits for the device, except ``can_rewind`` and ``check``.
 
