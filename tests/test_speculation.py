@@ -205,7 +205,10 @@ def test_a_round_is_priced():
         (Int8(), "draft is Integer"),
         (lambda: kvjax.PromptLookup(99), "length is 99"),
         (lambda: kvjax.PromptLookup(shortest=3, longest=2), "longest"),
-        (lambda: small(vocab_size=62), "the draft's vocabulary has 62 tokens, and the model's 61"),
+        (
+            lambda: small(vocab_size=62),
+            "the draft's vocabulary has 62 tokens, but the target model's has 61",
+        ),
         (lambda: kvjax.DraftModel(small(), cache=kvjax.policy("auto")), "policy\\('auto'\\)"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Tokens that are proposed, and checked several a pass."""
+"""Speculative decoding: draft tokens are proposed, then verified several at a time."""

@@ -1,5 +1,5 @@
-"""How many tokens are drafted: by what was accepted of those before. On the device, or on the
-host."""
+"""Draft length: how many tokens to draft, given how many were accepted recently and what drafting
+costs. The same code runs inside programs and on the host."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,58 +11,68 @@ from kvjax.core.array_ops import xp
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 
-_HOPE, _AT_FIRST, _AGAIN = 0.85, 2.0, 1.0
-"""The share that is thought to be accepted where nothing is known, and how many tokens that counts
-for: at first, and after a rest."""
-_KEPT = 0.9
-"""What the rounds before count in the next."""
-_REST, _LONGEST_REST = 16, 512
-"""Tokens that are decoded one by one before drafts are tried again: doubled each time."""
+_PRIOR_RATE = 0.85
+"""The acceptance rate assumed before anything is known."""
+_PRIOR_WEIGHT, _WEIGHT_AFTER_COOLDOWN = 2.0, 1.0
+"""The number of draft tokens that this assumption counts as, at first and after a cooldown."""
+_DECAY = 0.9
+"""Weight of all earlier rounds in the next one."""
+_COOLDOWN, _MAX_COOLDOWN = 16, 512
+"""Tokens decoded without drafts once drafts do not pay; doubled each time in a row."""
 DEFAULT_LENGTH = 7
-"""Tokens that are drafted at a time, at most, where no number is given."""
-_TOKEN = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
-"""What a token more adds to a pass over one, by platform: on a CPU as measured, on others what
-its products take of the time in which weights are read. See docs/notes/speculation.md."""
+"""The most tokens drafted at a time, where the user gives no number."""
+_TOKEN_COST = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
+"""The cost of one more token in a pass, relative to a pass over one token, by platform: measured on
+a CPU; on others the ratio of compute time to the time for reading weights. See
+docs/notes/speculation.md."""
 
 
 @dataclass(frozen=True)
 class DraftCost:
-    """In passes over one token a row: ``check``: what a pass over a draft takes more; ``token``:
-    what a drafted token takes."""
+    """Costs of drafting, in passes of the target model over one token a row.
+
+    ``verify``: what a pass over a draft costs more than a pass over one token; ``token``: the cost
+    of drafting one token.
+    """
 
     verify: float
     token: float
 
 
 def draft_cost(platform: str, rows: int, length: int, token: float) -> DraftCost:
-    """Of drafts of so many tokens, for so many rows; ``token``: the draft's size, as a share of the
-    model's."""
-    each = _TOKEN.get(platform, _TOKEN["gpu"])
-    return DraftCost((1 + each * rows * (length + 1)) / (1 + each * rows) - 1, token)
+    """The cost of drafting ``length`` tokens for each of ``rows`` rows; ``token``: the draft
+    model's size relative to the target model's."""
+    per_token = _TOKEN_COST.get(platform, _TOKEN_COST["gpu"])
+    verify = (1 + per_token * rows * (length + 1)) / (1 + per_token * rows) - 1
+    return DraftCost(verify, token)
 
 
 def cost_alone(cost: DraftCost, platform: str, rows: int, size: int) -> DraftCost:
-    """Of a draft of one row, checked alone, where else it would take part in a pass of so many
-    rows, in a program for ``size`` rows."""
-    each = _TOKEN.get(platform, _TOKEN["gpu"])
-    share = (1 + each * size) / (1 + each) / rows
+    """The cost of drafting for one row that is verified in a pass of its own, but would otherwise
+    be one of ``rows`` rows in a shared pass; ``size``: rows that the shared program is compiled
+    for."""
+    per_token = _TOKEN_COST.get(platform, _TOKEN_COST["gpu"])
+    share = (1 + per_token * size) / (1 + per_token) / rows
     return DraftCost((1 + cost.verify) / share - 1, cost.token / share)
 
 
 def default_length(platform: str, rows: int) -> int:
-    """Tokens that are drafted at a time: fewer where a pass over them takes much longer."""
+    """The most tokens drafted at a time: fewer where verification costs more."""
     return 3 if platform == "cpu" and rows > 2 else DEFAULT_LENGTH
 
 
 @pytree_dataclass
 class Acceptance:
-    """``right`` of ``judged``: float32[batch], drafted tokens that were accepted, and those that
-    were looked at, the older the less they count. ``rest``: int32, passes before any row's next
-    draft; ``wait``: int32, those of the next rest. In all: ``proposed`` and ``accepted``,
-    int32[batch], and ``passes`` of the model, int32."""
+    """Acceptance statistics of a batch.
+
+    ``recent_accepted``, ``recent_verified``: float32[batch], accepted and verified draft tokens,
+    with exponential decay; ``cooldown``: int32, passes before the next draft of any row;
+    ``next_cooldown``: int32, the length of the next cooldown; ``proposed``, ``accepted``:
+    int32[batch], totals; ``passes``: int32, passes of the target model.
+    """
 
     recent_accepted: Array
-    recent_checked: Array
+    recent_verified: Array
     cooldown: Array
     next_cooldown: Array
     proposed: PerRow
@@ -71,83 +81,92 @@ class Acceptance:
 
     @classmethod
     def new(cls, batch: int) -> "Acceptance":
-        """Of rows that begin, as NumPy's arrays."""
+        """For new rows, as NumPy arrays."""
         zeros: Any = np.zeros(batch, np.int32)
-        known: Any = np.full(batch, _AT_FIRST, np.float32)
+        verified: Any = np.full(batch, _PRIOR_WEIGHT, np.float32)
+        accepted: Any = verified * np.float32(_PRIOR_RATE)
         zero: Any = np.int32(0)
-        cooldown: Any = np.int32(_REST)
-        recent_accepted: Any = known * np.float32(_HOPE)
-        return cls(recent_accepted, known, zero, cooldown, zeros, zeros, zero)
+        next_cooldown: Any = np.int32(_COOLDOWN)
+        return cls(accepted, verified, zero, next_cooldown, zeros, zeros, zero)
 
-    def draft_lengths(self, found: PerRow, cost: DraftCost | None, active: RowMask) -> PerRow:
-        """How many tokens of each row are to be drafted, of as many as could be ``found``: none
-        where it would take longer than without. Without a price, all."""
-        lib = xp(self.recent_accepted, found)
-        found = lib.where(active, found, 0)
+    def draft_lengths(self, available: PerRow, cost: DraftCost | None, active: RowMask) -> PerRow:
+        """How many tokens to draft for each row, at most ``available``. It is 0 for all rows if
+        drafting would be slower, and always ``available`` without a cost."""
+        lib = xp(self.recent_accepted, available)
+        available = lib.where(active, available, 0)
         if cost is None:
-            return found
-        count, gain = self._best_lengths(found, cost)
+            return available
+        length, saved = self._best_lengths(available, cost)
         overhead = cost.verify * lib.sum(active, dtype=np.float32)
-        return lib.where((self.cooldown <= 0) & (lib.sum(gain) > overhead), count, 0)
+        return lib.where((self.cooldown <= 0) & (lib.sum(saved) > overhead), length, 0)
 
     def updated(
-        self, count: PerRow, accepted: PerRow, length: int, cost: DraftCost | None, active: RowMask
+        self,
+        drafted: PerRow,
+        accepted: PerRow,
+        length: int,
+        cost: DraftCost | None,
+        active: RowMask,
     ) -> "Acceptance":
-        """Behind a round in which so many tokens were drafted, and accepted, of ``length`` at most.
-        Where drafts are worth nothing, they rest."""
-        lib = xp(self.recent_accepted, count)
-        kept = lib.where(count > 0, np.float32(_KEPT), np.float32(1))
-        wrong = accepted < count
-        # Behind the first that was wrong none is looked at.
+        """After a round of drafting and verification. If drafts have stopped to pay, a cooldown
+        begins.
+
+        Args:
+          drafted: draft tokens of each row.
+          accepted: how many of them were accepted.
+          length: the most tokens that can be drafted.
+          cost: of drafting, None to draft always.
+          active: the rows that are decoding.
+        """
+        lib = xp(self.recent_accepted, drafted)
+        decay = lib.where(drafted > 0, np.float32(_DECAY), np.float32(1))
+        # Tokens after the first rejected one are not verified.
+        verified = accepted + (accepted < drafted).astype(np.int32)
         new = replace(
             self,
-            recent_accepted=kept * self.recent_accepted + accepted.astype(np.float32),
-            recent_checked=kept * self.recent_checked
-            + (accepted + wrong.astype(np.int32)).astype(np.float32),
-            proposed=self.proposed + count,
+            recent_accepted=decay * self.recent_accepted + accepted.astype(np.float32),
+            recent_verified=decay * self.recent_verified + verified.astype(np.float32),
+            proposed=self.proposed + drafted,
             accepted=self.accepted + accepted,
             passes=self.passes + 1,
         )
         if cost is None:
             return new
-        gain = new._best_lengths(lib.where(active, length, 0), cost)[1]
-        poor = lib.sum(gain) <= cost.verify * lib.sum(active, dtype=np.float32)
-        next_cooldown = lib.where(
-            lib.any((count > 0) & (accepted == count)), _REST, self.next_cooldown
-        )
+        saved = new._best_lengths(lib.where(active, length, 0), cost)[1]
+        slower = lib.sum(saved) <= cost.verify * lib.sum(active, dtype=np.float32)
+        all_accepted = lib.any((drafted > 0) & (accepted == drafted))
+        cooldown = lib.where(all_accepted, _COOLDOWN, self.next_cooldown)
+        prior = _PRIOR_RATE * _WEIGHT_AFTER_COOLDOWN
         return replace(
             new,
-            recent_accepted=lib.where(poor, _HOPE * _AGAIN, new.recent_accepted),
-            recent_checked=lib.where(poor, _AGAIN, new.recent_checked),
-            cooldown=lib.where(poor, next_cooldown, 0),
-            next_cooldown=lib.where(
-                poor, lib.minimum(2 * next_cooldown, _LONGEST_REST), next_cooldown
-            ),
+            recent_accepted=lib.where(slower, prior, new.recent_accepted),
+            recent_verified=lib.where(slower, _WEIGHT_AFTER_COOLDOWN, new.recent_verified),
+            cooldown=lib.where(slower, cooldown, 0),
+            next_cooldown=lib.where(slower, lib.minimum(2 * cooldown, _MAX_COOLDOWN), cooldown),
         )
 
     def without_draft(self, passes: int = 1) -> "Acceptance":
-        """Behind so many passes over one token a row."""
+        """After ``passes`` passes over one token a row."""
         cooldown = xp(self.cooldown).maximum(self.cooldown - passes, 0)
         return replace(self, cooldown=cooldown, passes=self.passes + passes)
 
-    def relative_time(self, most: PerRow, cost: DraftCost) -> Array:
-        """What a token of each row takes where at most so many are drafted, of what it takes
-        without: below 1 drafts are worth it."""
-        count, gain = self._best_lengths(most, cost)
-        drafting = cost.token * count.astype(np.float32)
-        return (1 + cost.verify + drafting) / (1 + gain + drafting)
+    def relative_time(self, limit: PerRow, cost: DraftCost) -> Array:
+        """The expected time per token of each row with at most ``limit`` draft tokens, relative to
+        decoding without drafts. Below 1, drafts pay."""
+        length, saved = self._best_lengths(limit, cost)
+        drafting = cost.token * length.astype(np.float32)
+        return (1 + cost.verify + drafting) / (1 + saved + drafting)
 
-    def _best_lengths(self, most: PerRow, cost: DraftCost) -> tuple[PerRow, Array]:
-        """How many tokens of each row, at most so many, are worth drafting, and what they save, in
-        passes: each is accepted where all before it are."""
-        lib = xp(self.recent_accepted, most)
-        share = lib.clip(self.recent_accepted / self.recent_checked, 0.0, 0.99)
-        # As long as the next is likelier accepted than it costs.
-        dear = max(cost.token, 1e-6)
-        count = lib.floor(np.float32(math.log(dear)) / lib.log(lib.maximum(share, 1e-6))).astype(
-            np.int32
-        )
-        count = lib.minimum(lib.maximum(count, 1), most)
-        each = count.astype(np.float32)
-        expected = share * (1 - share**each) / (1 - share)
-        return count, expected - cost.token * each
+    def _best_lengths(self, limit: PerRow, cost: DraftCost) -> tuple[PerRow, Array]:
+        """The best draft length of each row, at most ``limit``, and the passes that it is expected
+        to save."""
+        lib = xp(self.recent_accepted, limit)
+        rate = lib.clip(self.recent_accepted / self.recent_verified, 0.0, 0.99)
+        # A token is accepted only if all before it are. Draft as long as its probability is higher
+        # than its cost: rate ** length > cost.
+        token_cost = max(cost.token, 1e-6)
+        length = lib.floor(np.float32(math.log(token_cost)) / lib.log(lib.maximum(rate, 1e-6)))
+        length = lib.minimum(lib.maximum(length.astype(np.int32), 1), limit)
+        n = length.astype(np.float32)
+        expected = rate * (1 - rate**n) / (1 - rate)
+        return length, expected - cost.token * n

@@ -1,4 +1,5 @@
-"""Drafts: what a text may go on with, said by something cheaper than its model."""
+"""What a user gives as ``draft``: a draft model or prompt lookup, checked against the target
+model."""
 
 import functools
 import math
@@ -14,20 +15,20 @@ from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
 
 MAX_LENGTH = 31
-"""Tokens that can be drafted at a time."""
+"""The most tokens that can be drafted at a time."""
 
 
 @dataclass(frozen=True)
 class PromptLookup:
-    """What followed, earlier in a row's text, on the tokens that it ends with now: costs nothing,
-    and is right where a text repeats itself, or its prompt.
+    """Prompt lookup decoding: draft the tokens that followed an earlier occurrence of the row's
+    last tokens. It costs nothing, and helps where a text repeats parts of itself or of its prompt.
 
-    Source: Saxena, prompt lookup decoding, 2023; Yang et al., arXiv:2304.04487.
+    Source: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., arXiv:2304.04487.
 
-    ``length``: tokens that are drafted at a time, at most; None leaves it to the device and the
-    number of rows. ``shortest``, ``longest``: tokens at the end of the text that must be met again,
-    and beyond which a longer match is worth no more. ``adaptive``: whether fewer are drafted, or
-    none for a while, where few were accepted; else it is always ``length``.
+    ``length``: the most tokens drafted at a time; None chooses by platform and number of rows.
+    ``shortest``: tokens that must match; ``longest``: beyond these, a longer match counts no more.
+    ``adaptive``: whether to draft fewer tokens, or none for a while, when few are accepted. Without
+    it, drafts always have ``length`` tokens.
     """
 
     length: int | None = None
@@ -43,13 +44,13 @@ class PromptLookup:
 
 @dataclass(frozen=True, eq=False)
 class DraftModel:
-    """What a second model would write, from the same text and with the same draws.
+    """A smaller model that drafts tokens, with the same random numbers as the target model.
 
     Source: Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318.
 
-    ``lm``: the model, of the same tokenizer, perhaps the first layers of the model itself
-    (``kvjax.models.first_layers``; Elhoushi et al., arXiv:2404.16710). ``length``,
-    ``adaptive``: as of ``PromptLookup``. ``cache``: the policy of its own cache.
+    ``lm``: the draft model. It needs the target's tokenizer. It may be the first layers of the
+    target (``kvjax.models.first_layers``; Elhoushi et al., LayerSkip, arXiv:2404.16710).
+    ``length``, ``adaptive``: as for ``PromptLookup``. ``cache``: the policy of its cache.
     """
 
     lm: LanguageModel
@@ -63,101 +64,105 @@ class DraftModel:
 
 Draft = PromptLookup | DraftModel
 DraftChoice = Draft | LanguageModel | str
-"""``"lookup"`` for ``PromptLookup()``; a model for ``DraftModel`` of it."""
+"""``"lookup"`` means ``PromptLookup()``, and a model ``DraftModel(model)``."""
 
 
-def resolve_draft(lm: LanguageModel, given: DraftChoice | None) -> Draft | None:
-    """A draft for a model.
+def resolve_draft(lm: LanguageModel, choice: DraftChoice | None) -> Draft | None:
+    """The draft that a user chose for a target model.
 
     Raises:
-      ValueError: if it is none, or of another tokenizer.
+      ValueError: if the choice is not a draft, or does not fit the target's tokenizer or devices.
     """
-    if given is None or isinstance(given, PromptLookup):
-        return given
-    if isinstance(given, str) and given == "lookup":
+    if choice is None or isinstance(choice, PromptLookup):
+        return choice
+    if isinstance(choice, str) and choice == "lookup":
         return PromptLookup()
-    if isinstance(given, LanguageModel):
-        given = DraftModel(given)
-    if not isinstance(given, DraftModel):
+    if isinstance(choice, LanguageModel):
+        choice = DraftModel(choice)
+    if not isinstance(choice, DraftModel):
         raise ValueError(
-            f"draft is {given!r:.80}: give a model, 'lookup', or a DraftModel or PromptLookup"
+            f"draft is {choice!r:.80}; give a model, 'lookup', a DraftModel or a PromptLookup"
         )
-    refuse_encoder("a draft", given.lm)
-    if budget_of(given.cache) is not None:
+    refuse_encoder("a draft", choice.lm)
+    if budget_of(choice.cache) is not None:
         raise ValueError(
-            "a draft's cache can't be policy('auto'): its layers would move as it runs"
+            "the cache of a draft can't be policy('auto'), which moves layers while it runs"
         )
-    _check_tokenizer(lm, given.lm)
-    _check_devices(lm, given.lm)
-    return given
+    _check_tokenizer(lm, choice.lm)
+    _check_devices(lm, choice.lm)
+    return choice
 
 
 def relative_size(lm: Any, draft: LanguageModel) -> float:
-    """Parameters of a draft's model, as a share of those of a model."""
-    ours, its = (
+    """The draft model's number of parameters, relative to the target's."""
+    target_size, draft_size = (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(x.params)) for x in (lm, draft)
     )
-    return float(its / max(ours, 1))
+    return float(draft_size / max(target_size, 1))
 
 
-def check_draft_positions(draft: Draft | None, need: int) -> None:
-    """Raise ``ValueError`` where a draft's model has not the positions of a text."""
+def check_draft_positions(draft: Draft | None, positions: int) -> None:
+    """Raise ``ValueError`` if a draft model has fewer positions than a request needs."""
     if isinstance(draft, DraftModel):
         limit = position_limit(draft.lm.config)
-        if limit is not None and need > limit:
+        if limit is not None and positions > limit:
             raise ValueError(
-                f"prompt and max_new_tokens need {need} positions, but the draft has only {limit}"
+                f"prompt and max_new_tokens need {positions} positions, but the draft model has "
+                f"only {limit}"
             )
 
 
 def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
-    ours, its = (_devices(x.params) for x in (lm, draft))
-    if not ours:  # shapes alone
+    target_devices, draft_devices = (_devices(x.params) for x in (lm, draft))
+    if not target_devices:  # shapes alone
         return
-    # A draft that is on no mesh goes onto the model's.
+    # A draft model without a mesh is put onto the target's.
     if draft.mesh is not None and draft.mesh != lm.mesh:
         raise ValueError(
-            f"the draft {draft.source} is on another mesh than the model: give one that is on none"
+            f"the draft {draft.source} is on another mesh than the target model; load it without a "
+            "mesh"
         )
-    if lm.mesh is None and its != ours:
-        raise ValueError(f"the draft {draft.source} is on other devices than the model")
+    if lm.mesh is None and draft_devices != target_devices:
+        raise ValueError(f"the draft {draft.source} is on other devices than the target model")
 
 
-def _devices(params: Any) -> set[Any]:
-    """That have parameters, where these are arrays."""
+def _devices(params: Any) -> set[jax.Device]:
+    """The devices of those parameters that are arrays."""
     leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     return {device for x in leaves for device in x.devices()}
 
 
 def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
     if lm.tokenizer is not None and draft.tokenizer is not None:
-        if not _same_words(lm.tokenizer, draft.tokenizer):
+        if not _same_vocabulary(lm.tokenizer, draft.tokenizer):
             raise ValueError(
-                f"the draft {draft.source} has another tokenizer than {lm.source}: its tokens are "
-                "not the same words"
+                f"the draft {draft.source} has another tokenizer than {lm.source}; their tokens "
+                "must mean the same"
             )
         return
     sizes = lm.config.vocab_size, draft.config.vocab_size
     if sizes[0] != sizes[1]:
         raise ValueError(
-            f"the draft's vocabulary has {sizes[1]} tokens, and the model's {sizes[0]}: without "
-            "tokenizers to compare they must be the same"
+            f"the draft's vocabulary has {sizes[1]} tokens, but the target model's has {sizes[0]}; "
+            "without tokenizers to compare, they must be equal"
         )
 
 
 @functools.lru_cache(maxsize=16)
-def _same_words(ours: Any, its: Any) -> bool:
-    """Whether two tokenizers have the same words, as far as these are known. Remembered: they are
-    many."""
+def _same_vocabulary(target: Any, draft: Any) -> bool:
+    """Whether two tokenizers have the same vocabulary, as far as it is known. Cached, because
+    vocabularies are large."""
 
-    def words(tokenizer: Any) -> Any:
-        known = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
-        return tokenizer if known is None else known()
+    def vocabulary(tokenizer: Any) -> Any:
+        get_vocab = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
+        return tokenizer if get_vocab is None else get_vocab()
 
-    return ours is its or words(ours) == words(its)
+    return target is draft or vocabulary(target) == vocabulary(draft)
 
 
-def _check(draft: Any) -> None:
+def _check(draft: Draft) -> None:
     normalize_bool_field(draft, "adaptive")
     if draft.length is not None and as_int("length", draft.length, 1) > MAX_LENGTH:
-        raise ValueError(f"length is {draft.length}, and at most {MAX_LENGTH} tokens are drafted")
+        raise ValueError(
+            f"length is {draft.length}, but at most {MAX_LENGTH} tokens can be drafted"
+        )

@@ -1,7 +1,8 @@
-"""Drafts of rows with guides: what a guide allows along a draft is made while the model reads it.
+"""Drafts of rows with guides.
 
-A step is three programs: one drafts, one feeds what was drafted, one checks it under masks, of
-which each place of a draft has its own. A guide goes along a draft as a copy.
+A step is three programs: one proposes a draft, one feeds it to the target model, one verifies it
+under the guides' masks. While the target model runs, a copy of each guide accepts the row's draft
+token by token, which gives a mask for each position.
 """
 
 import functools
@@ -20,7 +21,7 @@ from kvjax.generation.context import Cached
 from kvjax.generation.drafts import speculative
 from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
 from kvjax.generation.drafts.propose import DraftTokens, Proposer
-from kvjax.generation.drafts.speculative import EveryLogits, SpeculativeDecoder
+from kvjax.generation.drafts.speculative import DraftLogits, SpeculativeDecoder
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
@@ -34,64 +35,63 @@ from kvjax.sampling.scores import Scores
 
 
 class DraftedGuidedSession(GuidedSession):
-    """A ``GuidedSession`` with drafts. ``decode`` takes as many tokens as are right, and one more;
-    drafts themselves keep to no guide."""
+    """A ``GuidedSession`` with drafts. ``decode`` takes the accepted draft tokens and one more.
+    Drafts themselves are proposed without guides."""
 
     @property
     def most(self) -> int:
-        """The tokens that ``decode`` may take of a row."""
+        """The most tokens that ``decode`` takes of a row."""
         draft = self._request.draft
         assert draft is not None
         return 1 + (draft.length or DEFAULT_LENGTH)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
-        """Choose up to so many tokens more, of all rows but those to end now (bool[batch])."""
+        """Decode at most ``steps`` tokens of each row, except the rows to ``halt``, bool[batch]."""
         proposer, drafts = self.proposer, self._drafts
         if proposer is None or drafts is None:
             return super().decode(steps, halt)
         lm, context = self._lm, self.context
         assert isinstance(context, Cached)
-        drafted, drafts.context = propose(*self._proposing(proposer, drafts, steps, halt))
+        draft, drafts.context = propose(*self._propose_args(proposer, drafts, steps, halt))
         ended = self._caught_up(halt)
-        tokens, count = fetch(drafted)
-        if not count.any():
+        tokens, lengths = fetch(draft)
+        if not lengths.any():
             drafts.acceptance = without_draft(drafts.acceptance)
             return super().decode(steps, halt)._replace(drafted=drafts.acceptance)
         self.context, logits = feed(
-            lm.architecture, lm.params, context, self._progress, drafted, halt
+            lm.architecture, lm.params, context, self._progress, draft, halt
         )
-        allowed = self._masks.draft_masks(tokens, count, ended)
-        (self.context, drafts.context, drafts.acceptance), found = verify(
-            *self._checking(proposer, drafts, logits, drafted, halt, allowed)
+        allowed = self._masks.draft_masks(tokens, lengths, ended)
+        (self.context, drafts.context, drafts.acceptance), results = verify(
+            *self._verify_args(proposer, drafts, logits, draft, halt, allowed)
         )
-        self._progress, self._past, self._out, scores = found
-        return DecodeOutput(found[2], self._progress, scores, drafts.acceptance)
+        self._progress, self._past, self._out, scores = results
+        return DecodeOutput(results[2], self._progress, scores, drafts.acceptance)
 
     def lower_steps(self) -> dict[str, Lowered]:
-        """Those of a step without a draft, and the three of one with it, to be compiled."""
-        found, proposer, drafts = super().lower_steps(), self.proposer, self._drafts
+        """The programs of a step without a draft and of one with it, to be compiled."""
+        lowered, proposer, drafts = super().lower_steps(), self.proposer, self._drafts
         if proposer is None or drafts is None:
-            return found
+            return lowered
         lm, halt, context = self._lm, np.zeros(self._rows, bool), self.context
         assert isinstance(context, Cached)
         drafts.acceptance = without_draft(self.put(drafts.acceptance))
         if drafts.context is None:
             drafts.context = drafts.new_context()
-        proposed = propose.lower(*self._proposing(proposer, drafts, np.int32(0), halt))
-        drafted = self.zeros_like(proposed.out_info[0])
-        feed_drafts = feed.lower(lm.architecture, lm.params, context, self._progress, drafted, halt)
-        tokens, count = fetch(drafted)
-        allowed = self._masks.draft_masks(tokens, count, halt)
-        call = self._checking(
-            proposer, drafts, self.zeros_like(feed_drafts.out_info[1]), drafted, halt, allowed
-        )
-        return found | {
-            "propose": proposed,
-            "feed drafts": feed_drafts,
-            "check": verify.lower(*call),
+        propose_step = propose.lower(*self._propose_args(proposer, drafts, np.int32(0), halt))
+        draft = self.zeros_like(propose_step.out_info[0])
+        feed_step = feed.lower(lm.architecture, lm.params, context, self._progress, draft, halt)
+        tokens, lengths = fetch(draft)
+        allowed = self._masks.draft_masks(tokens, lengths, halt)
+        logits = self.zeros_like(feed_step.out_info[1])
+        args = self._verify_args(proposer, drafts, logits, draft, halt, allowed)
+        return lowered | {
+            "propose": propose_step,
+            "feed drafts": feed_step,
+            "check": verify.lower(*args),
         }
 
-    def _proposing(
+    def _propose_args(
         self, proposer: Proposer, drafts: SpeculativeDecoder, steps: Any, halt: Any
     ) -> tuple[Any, ...]:
         return (
@@ -108,12 +108,12 @@ class DraftedGuidedSession(GuidedSession):
             steps,
         )
 
-    def _checking(
+    def _verify_args(
         self,
         proposer: Proposer,
         drafts: SpeculativeDecoder,
-        logits: Any,
-        drafted: DraftTokens,
+        logits: DraftLogits,
+        draft: DraftTokens,
         halt: Any,
         allowed: np.ndarray,
     ) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ class DraftedGuidedSession(GuidedSession):
             drafts.context,
             drafts.acceptance,
             logits,
-            drafted,
+            draft,
             request.filters,
             self.sampling,
             self._limit,
@@ -137,73 +137,84 @@ class DraftedGuidedSession(GuidedSession):
 
 
 def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
-    """The session of a request, with guides or without."""
+    """The session of a request without beams."""
     if request.guides is None:
         return Session(lm, request)
-    kind = GuidedSession if request.draft is None else DraftedGuidedSession
-    return kind(lm, request)
+    session_class = GuidedSession if request.draft is None else DraftedGuidedSession
+    return session_class(lm, request)
 
 
-@functools.partial(jax.jit, static_argnames=("proposer", "filters"), donate_argnames="held")
+@functools.partial(
+    jax.jit, static_argnames=("proposer", "filters"), donate_argnames="draft_context"
+)
 def propose(
     proposer: Proposer,
     draft_params: Any,
-    held: Any,
+    draft_context: Any,
     acceptance: Acceptance,
     filters: Filters,
     progress: Progress,
     past: TokenHistory,
-    halt: Any,
+    halt: RowMask,
     settings: SamplingArrays,
     limit: Array,
     steps: Any,
 ) -> tuple[DraftTokens, Any]:
-    """Draft of the rows that go on, so that they come to ``steps`` tokens more at most; and the
-    draft's own text behind that."""
+    """Draft tokens for the rows that continue, so that no row takes more than ``steps`` tokens;
+    also returns the draft context."""
     progress = replace(progress, done=progress.done | halt)
 
     def choose(progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow) -> Any:
         return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
 
     left = jnp.minimum(steps, limit - progress.count) - 1
-    found = proposer.available(past, jnp.clip(left, 0, proposer.length))
-    wanted = acceptance.draft_lengths(found, proposer.cost, ~progress.done)
-    return proposer.propose(draft_params, held, progress, past, wanted, choose)
+    available = proposer.available(past, jnp.clip(left, 0, proposer.length))
+    lengths = acceptance.draft_lengths(available, proposer.cost, ~progress.done)
+    return proposer.propose(draft_params, draft_context, progress, past, lengths, choose)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def feed(
-    model: Model, params: Any, context: Cached, progress: Progress, drafted: DraftTokens, halt: Any
-) -> tuple[Cached, EveryLogits]:
-    """Feed the newest tokens of the rows that go on, and their drafts; the logits behind all."""
-    now: RowMask = ~(progress.done | halt)
-    logits, context = speculative.feed_drafts(model, params, context, progress, drafted, now)
+    model: Model,
+    params: Any,
+    context: Cached,
+    progress: Progress,
+    draft: DraftTokens,
+    halt: RowMask,
+) -> tuple[Cached, DraftLogits]:
+    """Feed newest tokens and drafts of the rows that continue to the target model; its logits after
+    each of them."""
+    active: RowMask = ~(progress.done | halt)
+    logits, context = speculative.feed_draft(model, params, context, progress, draft, active)
     return context, gather_vocab(logits, context)  # type: ignore[arg-type]
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("proposer", "filters", "scores"),
-    donate_argnames=("context", "held", "past"),
+    donate_argnames=("context", "draft_context", "past"),
 )
 def verify(
     proposer: Proposer,
     context: Cached,
-    held: Any,
+    draft_context: Any,
     acceptance: Acceptance,
-    logits: EveryLogits,
-    drafted: DraftTokens,
+    logits: DraftLogits,
+    draft: DraftTokens,
     filters: Filters,
     settings: SamplingArrays,
     limit: Array,
     progress: Progress,
     past: TokenHistory,
-    halt: Any,
+    halt: RowMask,
     allowed: Any,
     scores: int | None,
 ) -> tuple[Any, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
-    """Choose the tokens of the rows that go on, as far as they are what was drafted, and one more;
-    ``allowed``: uint32[batch, places, words]. Both texts, and how drafts fare, come first."""
+    """Verify the drafts of the rows that continue, and rewind rejected tokens.
+
+    ``allowed``: uint32[batch, places, words], bit masks of allowed tokens. Returns the two contexts
+    and the acceptance statistics, then progress, history, tokens and scores.
+    """
 
     def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: Any = None) -> Any:
         return choose_and_score(
@@ -211,19 +222,19 @@ def verify(
         )
 
     before: Any = replace(progress, done=progress.done | halt)
-    known: Any = past.length
-    now, shape = ~before.done, logits.shape[:2]
-    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
-    after, past, (tokens, found) = speculative.verify(
-        drafted, logits, context, before, past, now, out, before.count, choose, allowed
+    length: Any = past.length
+    active, shape = ~before.done, logits.shape[:2]
+    output = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    after, past, output = speculative.verify(
+        draft, logits, context, before, past, active, output, before.count, choose, allowed
     )
-    texts = speculative.rewind_rejected(
-        proposer, context, held, acceptance, drafted, before, after, known, now
+    contexts = speculative.rewind_rejected(
+        proposer, context, draft_context, acceptance, draft, before, after, length, active
     )
-    return texts, (after, past, tokens, found)
+    return contexts, (after, past, *output)
 
 
 @jax.jit
 def without_draft(acceptance: Acceptance) -> Acceptance:
-    """Behind a step without a draft."""
+    """The statistics after a step without a draft."""
     return acceptance.without_draft()

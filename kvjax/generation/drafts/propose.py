@@ -1,4 +1,4 @@
-"""What drafts propose, inside a program: from the text so far, or by a second model."""
+"""Proposers of draft tokens, inside a program: prompt lookup, and a draft model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,148 +18,154 @@ from kvjax.sampling.filters import Logits
 from kvjax.sampling.history import TokenHistory
 
 Choose = Callable[[Progress, TokenHistory, Logits, PerRow], tuple[Progress, TokenHistory]]
-"""How the next tokens are chosen, with the model's own draws: ``(progress, past, logits, limit)``;
-a row is done after so many new tokens, int32[batch]."""
+"""``(progress, past, logits, limit)``: choose the next token of each row with the target model's
+random numbers. A row is done after ``limit`` new tokens, int32[batch]."""
 DraftTokens = tuple[Int[Array, "batch length"], PerRow]
-"""Tokens, and how many of each row's are real."""
+"""Draft tokens, and the number of them in each row."""
 
 
 @dataclass(frozen=True)
 class LookupProposer:
-    """``PromptLookup``, as it is compiled: ``length`` tokens at most."""
+    """``PromptLookup`` with its settings resolved, a static argument of programs. It drafts at most
+    ``length`` tokens."""
 
     length: int
     cost: DraftCost | None
     shortest: int
     longest: int
 
-    def available(self, past: TokenHistory, most: PerRow) -> PerRow:
-        """How many tokens of each row could be drafted, and at most so many."""
-        return jnp.where(self._matched(past)[0] >= self.shortest, most, 0)
+    def available(self, past: TokenHistory, limit: PerRow) -> PerRow:
+        """How many tokens can be drafted for each row, at most ``limit``."""
+        return jnp.where(self._longest_match(past)[0] >= self.shortest, limit, 0)
 
     def propose(
         self,
         params: None,
-        held: None,
+        context: None,
         progress: Progress,
         past: TokenHistory,
-        wanted: PerRow,
+        lengths: PerRow,
         choose: Choose,
     ) -> tuple[DraftTokens, None]:
-        """So many tokens of each row. Where the text repeats what has not ended, it does so on."""
+        """Draft ``lengths`` tokens for each row. If the match overlaps the end of the sequence, the
+        repetition continues."""
         assert past.tokens is not None and past.length is not None
-        _, after = self._matched(past)
-        period = jnp.maximum(past.length - after, 1)[:, None]
-        at = after[:, None] + arange_row(self.length) % period
-        return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), wanted), held
+        _, start = self._longest_match(past)
+        period = jnp.maximum(past.length - start, 1)[:, None]
+        at = start[:, None] + arange_row(self.length) % period
+        return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), lengths), context
 
-    def rewind_rejected(self, held: None, known: PerRow) -> None:
-        """There is nothing to take back."""
-        return held
+    def rewind_rejected(self, context: None, lengths: PerRow) -> None:
+        """Nothing to rewind: there is no draft model."""
+        return context
 
-    def _matched(self, past: TokenHistory) -> tuple[PerRow, PerRow]:
-        """How many tokens at a row's end stand earlier in it, as far as they count, and the place
-        behind the newest such."""
+    def _longest_match(self, past: TokenHistory) -> tuple[PerRow, PerRow]:
+        """How many of a row's last tokens, at most ``longest``, occur earlier in it, and the
+        position after their newest earlier occurrence."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
-        places = arange_row(tokens.shape[1])
-        run = jnp.zeros(tokens.shape, jnp.int32)
-        alike = (places < length[:, None] - 1) & (places >= 0)
-        for back in range(self.longest):
-            newest = jnp.take_along_axis(tokens, (length - 1 - back)[:, None], axis=1, mode="clip")
-            before = jnp.pad(tokens, ((0, 0), (back, 0)), constant_values=-1)
-            before = before[:, : tokens.shape[1]]
-            alike &= (before == newest) & (length[:, None] > back)
-            run += alike.astype(jnp.int32)
-        best = jnp.max(run, axis=1)
-        # Of those that are as long, the newest.
-        last = jnp.max(jnp.where(run == best[:, None], places, -1), axis=1)
-        return best, last + 1
+        positions = arange_row(tokens.shape[1])
+        # matched[p]: how many tokens up to and including position p equal the row's last ones.
+        matched = jnp.zeros(tokens.shape, jnp.int32)
+        equal = (positions < length[:, None] - 1) & (positions >= 0)
+        for offset in range(self.longest):
+            last = jnp.take_along_axis(tokens, (length - 1 - offset)[:, None], axis=1, mode="clip")
+            shifted = jnp.pad(tokens, ((0, 0), (offset, 0)), constant_values=-1)
+            shifted = shifted[:, : tokens.shape[1]]
+            equal &= (shifted == last) & (length[:, None] > offset)
+            matched += equal.astype(jnp.int32)
+        best = jnp.max(matched, axis=1)
+        newest = jnp.max(jnp.where(matched == best[:, None], positions, -1), axis=1)
+        return best, newest + 1
 
 
 @dataclass(frozen=True)
 class DraftModelProposer:
-    """``DraftModel``, as it is compiled: ``length`` tokens at most; ``own``: tokens of its
-    vocabulary, which may have a few more or fewer than the ``vocab`` of the model."""
+    """``DraftModel`` with its settings resolved, a static argument of programs. It drafts at most
+    ``length`` tokens. The draft model's vocabulary has ``draft_vocab`` tokens, which may be a few
+    more or fewer than the target's ``vocab``."""
 
     length: int
     cost: DraftCost | None
     model: Model
-    own: int
+    draft_vocab: int
     vocab: int
 
-    def available(self, past: TokenHistory, most: PerRow) -> PerRow:
-        """It can always go on."""
-        return most
+    def available(self, past: TokenHistory, limit: PerRow) -> PerRow:
+        """A model can always draft ``limit`` tokens."""
+        return limit
 
     def propose(
         self,
         params: Any,
-        held: Cached,
+        context: Cached,
         progress: Progress,
         past: TokenHistory,
-        wanted: PerRow,
+        lengths: PerRow,
         choose: Choose,
     ) -> tuple[DraftTokens, Cached]:
-        """So many tokens of each row, which its cache then holds, but for the newest of them."""
-        logits, held = self._caught_up(params, held, past, wanted)
-        batch, begin = len(wanted), progress.count
-        limit = begin + wanted
-        progress = replace(progress, done=progress.done | (wanted == 0))
+        """Draft ``lengths`` tokens for each row. The draft model's cache then holds all of them but
+        the newest."""
+        logits, context = self._catch_up(params, context, past, lengths)
+        batch, begin = len(lengths), progress.count
+        limit = begin + lengths
+        progress = replace(progress, done=progress.done | (lengths == 0))
         progress, past = choose(progress, past, logits, limit)
         tokens = jnp.zeros((batch, self.length), jnp.int32).at[:, 0].set(progress.token)
 
-        def go_on(carry: Any) -> Array:
+        def unfinished(carry: Any) -> Array:
             step, _, progress, *_ = carry
             return (step < self.length) & ~jnp.all(progress.done)
 
-        def one(carry: Any) -> Any:
-            step, held, progress, past, tokens = carry
-            real = (~progress.done).astype(jnp.int32)
-            logits, held = self._fed(params, held, progress.token[:, None], real)
+        def draft_one(carry: Any) -> Any:
+            step, context, progress, past, tokens = carry
+            active = (~progress.done).astype(jnp.int32)
+            logits, context = self._forward(params, context, progress.token[:, None], active)
             progress, past = choose(progress, past, logits, limit)
             tokens = lax.dynamic_update_slice_in_dim(tokens, progress.token[:, None], step, axis=1)
-            return step + 1, held, progress, past, tokens
+            return step + 1, context, progress, past, tokens
 
-        carry = jnp.int32(1), held, progress, past, tokens
-        _, held, progress, _, tokens = lax.while_loop(go_on, one, carry)
-        return (tokens, progress.count - begin), held
+        carry = jnp.int32(1), context, progress, past, tokens
+        _, context, progress, _, tokens = lax.while_loop(unfinished, draft_one, carry)
+        return (tokens, progress.count - begin), context
 
-    def rewind_rejected(self, held: Cached, known: PerRow) -> Cached:
-        """Without what it holds beyond the ``known`` tokens of each row."""
-        return held.rewind(jnp.maximum(held.cache.length - known, 0))
+    def rewind_rejected(self, context: Cached, lengths: PerRow) -> Cached:
+        """Rewind the draft model's cache to at most ``lengths`` tokens a row."""
+        return context.rewind(jnp.maximum(context.cache.length - lengths, 0))
 
-    def _caught_up(
-        self, params: Any, held: Cached, past: TokenHistory, wanted: PerRow
+    def _catch_up(
+        self, params: Any, context: Cached, past: TokenHistory, lengths: PerRow
     ) -> tuple[Logits, Cached]:
-        """Its logits behind the text, of which it may have missed some."""
+        """Process the tokens that the draft model's cache lacks, of rows that are to be drafted;
+        the logits after them."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
 
-        def missing(held: Cached) -> PerRow:
-            return jnp.where(wanted > 0, length - held.cache.length, 0)
+        def missing(context: Cached) -> PerRow:
+            return jnp.where(lengths > 0, length - context.cache.length, 0)
 
-        def one(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
-            logits, held = carry
-            at = held.cache.length[:, None] + arange_row(self.length + 1)
-            part = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
-            real = jnp.clip(missing(held), 0, self.length + 1)
-            new, held = self._fed(params, held, part, real)
-            return jnp.where((real > 0)[:, None], new, logits), held
+        def process(carry: tuple[Logits, Cached]) -> tuple[Logits, Cached]:
+            logits, context = carry
+            at = context.cache.length[:, None] + arange_row(self.length + 1)
+            chunk = jnp.take_along_axis(tokens, at, axis=1, mode="clip")
+            counts = jnp.clip(missing(context), 0, self.length + 1)
+            new, context = self._forward(params, context, chunk, counts)
+            return jnp.where((counts > 0)[:, None], new, logits), context
 
-        empty = jnp.zeros((tokens.shape[0], self.vocab), jnp.float32)
-        return lax.while_loop(lambda carry: jnp.any(missing(carry[1]) > 0), one, (empty, held))
+        zeros = jnp.zeros((tokens.shape[0], self.vocab), jnp.float32)
+        carry = zeros, context
+        return lax.while_loop(lambda carry: jnp.any(missing(carry[1]) > 0), process, carry)
 
-    def _fed(
-        self, params: Any, held: Cached, tokens: Tokens, real: PerRow
+    def _forward(
+        self, params: Any, context: Cached, tokens: Tokens, counts: PerRow
     ) -> tuple[Logits, Cached]:
-        """Its logits behind some tokens, for the model's vocabulary."""
-        logits, held = held.forward(self.model, params, jnp.minimum(tokens, self.own - 1), real)
+        """A pass of the draft model; its logits, padded or cut to the target's vocabulary."""
+        tokens = jnp.minimum(tokens, self.draft_vocab - 1)
+        logits, context = context.forward(self.model, params, tokens, counts)
         logits = logits.astype(jnp.float32)[:, : self.vocab]
-        least = jnp.finfo(jnp.float32).min / 2  # a finite number, which no token is drawn from
-        more = (0, 0), (0, self.vocab - logits.shape[1])
-        return gather_vocab(jnp.pad(logits, more, constant_values=least), held), held
+        lowest = jnp.finfo(jnp.float32).min / 2  # finite, but such a token is never drawn
+        padding = (0, 0), (0, self.vocab - logits.shape[1])
+        return gather_vocab(jnp.pad(logits, padding, constant_values=lowest), context), context
 
 
 Proposer = LookupProposer | DraftModelProposer
-"""Static, for the compiler."""

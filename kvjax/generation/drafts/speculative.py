@@ -1,4 +1,13 @@
-"""Speculative decoding."""
+"""Speculative decoding: the target model verifies several draft tokens in one pass.
+
+A token depends only on the logits before it, its row's seed and its index. So at each position of a
+draft the target model's own token is chosen, and the draft is accepted as long as it agrees. The
+sequence is therefore the same as without drafts, greedy or sampled. Rejected tokens are rewound
+from the caches.
+
+Source: Leviathan et al., arXiv:2211.17192, whose acceptance rule samples the same distribution;
+here the samples themselves are the same.
+"""
 
 import functools
 from collections import Counter
@@ -38,89 +47,91 @@ from kvjax.sampling.history import TokenHistory
 from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.scores import Scores
 
-Chosen = tuple[Progress, TokenHistory, Any]
-"""As ``choosing.chosen`` gives it."""
-EveryLogits = Float[Array, "batch places vocab"]
-Choose = Callable[..., Chosen]
-"""``(progress, past, logits, allowed=)``."""
+DraftLogits = Float[Array, "batch places vocab"]
+"""The target model's logits after each row's newest token, and after each of its draft tokens."""
+Choose = Callable[..., tuple[Progress, TokenHistory, Scores | None]]
+"""``(progress, past, logits, allowed=)``, as ``programs.choose_and_score``."""
+Output = tuple[Array, Scores | None]
+"""New tokens and their scores, [batch, steps] each."""
 
 
 def verify(
-    drafted: DraftTokens,
-    logits: EveryLogits,
+    draft: DraftTokens,
+    logits: DraftLogits,
     context: Cached,
     before: Progress,
     past: TokenHistory,
-    now: RowMask,
-    out: Any,
+    active: RowMask,
+    output: Output,
     begin: PerRow,
     choose: Choose,
     allowed: UInt[Array, "batch places words"] | None = None,
-) -> tuple[Progress, TokenHistory, Any]:
-    """The model's own tokens of the rows that it is ``now`` for, as far as they are what was
-    drafted, and one more of each.
+) -> tuple[Progress, TokenHistory, Output]:
+    """Choose the target model's tokens of the ``active`` rows: one after each accepted draft token,
+    and one more.
 
     Args:
-      logits: behind the newest token, and behind each that was drafted.
-      out: a row's tokens and scores, into which they are written from count ``begin`` on.
-      allowed: bits of what may stand at each place, see ``sample``.
+      output: where to write them; a row's token number ``begin`` goes into column 0.
+      allowed: bit masks of the tokens that guides allow at each position, see ``sample``.
     """
-    tokens, count = drafted
+    tokens, lengths = draft
 
-    def go_on(carry: Any) -> Array:
-        place, _, _, still, _ = carry
-        return (place <= tokens.shape[1]) & jnp.any(still)
+    def unfinished(carry: Any) -> Array:
+        place, _, _, accepting, _ = carry
+        return (place <= tokens.shape[1]) & jnp.any(accepting)
 
-    def one(carry: Any) -> Any:
-        place, progress, past, still, out = carry
-        here = gather_vocab(
-            lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False), context
-        )
-        may = None
+    def verify_one(carry: Any) -> Any:
+        place, progress, past, accepting, output = carry
+        place_logits = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
+        mask = None
         if allowed is not None:
-            may = lax.dynamic_index_in_dim(allowed, place, axis=1, keepdims=False)
-        after, past, found = choose(replace(progress, done=~still), past, here, allowed=may)
-        after = replace(after, done=jnp.where(still, after.done, progress.done))
-        out = record(out, (after.token, found), progress, after, begin)
-        guess = jnp.take(tokens, place, axis=1, mode="clip")
-        still &= (place < count) & (after.token == guess) & ~after.done
-        return place + 1, after, past, still, out
+            mask = lax.dynamic_index_in_dim(allowed, place, axis=1, keepdims=False)
+        after, past, scores = choose(
+            replace(progress, done=~accepting),
+            past,
+            gather_vocab(place_logits, context),
+            allowed=mask,
+        )
+        after = replace(after, done=jnp.where(accepting, after.done, progress.done))
+        output = record(output, (after.token, scores), progress, after, begin)
+        proposed = jnp.take(tokens, place, axis=1, mode="clip")
+        accepting &= (place < lengths) & (after.token == proposed) & ~after.done
+        return place + 1, after, past, accepting, output
 
-    carry = jnp.int32(0), before, past, now, out
-    _, after, past, _, out = lax.while_loop(go_on, one, carry)
-    return after, past, out
+    carry = jnp.int32(0), before, past, active, output
+    _, after, past, _, output = lax.while_loop(unfinished, verify_one, carry)
+    return after, past, output
 
 
-def record(out: Any, found: Any, before: Progress, after: Progress, begin: PerRow) -> Any:
-    """With what was found of the rows that took a token: [batch] each, into [batch, room]."""
-    room = jax.tree.leaves(out)[0].shape[1]
-    at = jnp.where(after.count > before.count, before.count - begin, room)
-    return jax.tree.map(lambda all, new: set_at(all, at, new), out, found)
+def record(output: Output, new: Any, before: Progress, after: Progress, begin: PerRow) -> Output:
+    """Write new tokens and scores, [batch] each, into the output, for rows that took a token."""
+    steps = jax.tree.leaves(output)[0].shape[1]
+    at = jnp.where(after.count > before.count, before.count - begin, steps)
+    return jax.tree.map(lambda column, value: set_at(column, at, value), output, new)
 
 
 @pytree_dataclass
 class _Carry:
-    """A dispatch as it goes. ``held``: the draft's own text so far; ``wanted``: tokens to draft
-    next; ``out``: tokens that were chosen, and their scores."""
+    """The state of the decode loop. ``lengths``: tokens to draft next."""
 
     context: Cached
-    held: Any
+    draft_context: Any
     acceptance: Acceptance
     progress: Progress
     past: TokenHistory
-    wanted: PerRow
-    out: tuple[Array, Scores | None]
+    lengths: PerRow
+    output: Output
 
 
 @functools.partial(
     jax.jit,
     static_argnames=("model", "filters", "proposer", "scores"),
-    donate_argnames=("context", "held", "past"),
+    donate_argnames=("context", "draft_context", "past"),
 )
 def speculate(
     proposer: Proposer,
     draft_params: Any,
-    held: Any,
+    draft_context: Cached | None,
     acceptance: Acceptance,
     model: Model,
     filters: Filters,
@@ -142,10 +153,10 @@ def speculate(
     Int[Array, "batch chunk"],
     Scores | None,
 ]:
-    """``programs.decode`` with drafts: until each row has ``steps`` more tokens, or is done.
+    """``programs.decode`` with drafts: decode until each row has ``steps`` more tokens or is done.
 
-    ``drafter``: what proposes; ``draft_params``, ``held``: its parameters, and its text so far;
-    ``fared``: how drafts fare. The last two are given back, before what ``decode`` gives.
+    ``draft_params``, ``draft_context``: of the draft model, None for prompt lookup. Returns the
+    draft context and the acceptance statistics, then the results of ``decode``.
     """
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
@@ -153,133 +164,142 @@ def speculate(
     def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None) -> Any:
         return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
-    def active(progress: Progress) -> RowMask:
-        return ~progress.done & (progress.count - begin < steps)
-
-    def wanted(acceptance: Acceptance, progress: Progress, past: TokenHistory) -> PerRow:
-        # Nothing is drafted, nor ever fed, beyond the last token that is asked for.
-        left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
-        found = proposer.available(past, jnp.clip(left, 0, proposer.length))
-        return acceptance.draft_lengths(found, proposer.cost, active(progress))
-
-    def draft(
+    def choose_draft(
         progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
     ) -> tuple[Progress, TokenHistory]:
         return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
 
-    def going(carry: _Carry) -> Array:
-        return jnp.any(active(carry.progress)) & ~jnp.any(carry.progress.broken)
+    def active_rows(progress: Progress) -> RowMask:
+        return ~progress.done & (progress.count - begin < steps)
 
-    def single(carry: _Carry) -> _Carry:
-        """A token of each row."""
+    def next_lengths(acceptance: Acceptance, progress: Progress, past: TokenHistory) -> PerRow:
+        # The last token requested is never drafted, nor fed to a model.
+        left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
+        available = proposer.available(past, jnp.clip(left, 0, proposer.length))
+        return acceptance.draft_lengths(available, proposer.cost, active_rows(progress))
+
+    def unfinished(carry: _Carry) -> Array:
+        return jnp.any(active_rows(carry.progress)) & ~jnp.any(carry.progress.broken)
+
+    def decode_one(carry: _Carry) -> _Carry:
+        """Decode one token of each row, without a draft."""
         before = carry.progress
-        now = active(before)
+        active = active_rows(before)
         context: Any
         logits, context = carry.context.forward(
-            model, params, before.token[:, None], now.astype(jnp.int32)
+            model, params, before.token[:, None], active.astype(jnp.int32)
         )
-        waiting = replace(before, done=~now)
         logits = gather_vocab(logits, context)
-        after, past, found = choose(waiting, carry.past, logits)
-        after = replace(after, done=jnp.where(now, after.done, before.done))
-        out = record(carry.out, (after.token, found), before, after, begin)
+        after, past, new = choose(replace(before, done=~active), carry.past, logits)
+        after = replace(after, done=jnp.where(active, after.done, before.done))
+        output = record(carry.output, (after.token, new), before, after, begin)
         acceptance = carry.acceptance.without_draft()
-        return _Carry(
-            context, carry.held, acceptance, after, past, wanted(acceptance, after, past), out
-        )
+        lengths = next_lengths(acceptance, after, past)
+        return _Carry(context, carry.draft_context, acceptance, after, past, lengths, output)
 
-    def several(carry: _Carry) -> _Carry:
-        """A draft of each row, checked in one pass."""
-        before, now = carry.progress, active(carry.progress)
-        known: Any = carry.past.length
-        held: Any
-        drafted, held = proposer.propose(
-            draft_params, carry.held, before, carry.past, carry.wanted, draft
+    def decode_draft(carry: _Carry) -> _Carry:
+        """Draft tokens for each row, and verify them in one pass."""
+        before, active = carry.progress, active_rows(carry.progress)
+        length: Any = carry.past.length
+        draft_context: Any
+        draft, draft_context = proposer.propose(
+            draft_params, carry.draft_context, before, carry.past, carry.lengths, choose_draft
         )
-        logits, context = feed_drafts(model, params, carry.context, before, drafted, now)
-        after, past, out = verify(
-            drafted, logits, context, before, carry.past, now, carry.out, begin, choose
+        logits, context = feed_draft(model, params, carry.context, before, draft, active)
+        after, past, output = verify(
+            draft, logits, context, before, carry.past, active, carry.output, begin, choose
         )
-        context, held, acceptance = rewind_rejected(
-            proposer, context, held, carry.acceptance, drafted, before, after, known, now
+        context, draft_context, acceptance = rewind_rejected(
+            proposer, context, draft_context, carry.acceptance, draft, before, after, length, active
         )
-        return _Carry(context, held, acceptance, after, past, wanted(acceptance, after, past), out)
+        lengths = next_lengths(acceptance, after, past)
+        return _Carry(context, draft_context, acceptance, after, past, lengths, output)
 
     def body(carry: _Carry) -> _Carry:
-        # Loops, not a choice of two: of what goes through a choice, devices copy some.
-        carry = lax.while_loop(lambda c: going(c) & ~jnp.any(c.wanted > 0), single, carry)
-        return lax.while_loop(lambda c: going(c) & jnp.any(c.wanted > 0), several, carry)
+        # Two loops rather than lax.cond, which copies some of its operands on devices.
+        carry = lax.while_loop(lambda c: unfinished(c) & ~jnp.any(c.lengths > 0), decode_one, carry)
+        return lax.while_loop(lambda c: unfinished(c) & jnp.any(c.lengths > 0), decode_draft, carry)
 
     shape = begin.shape[0], MAX_STEPS
-    out = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
-    first = wanted(acceptance, progress, past)
-    carry = _Carry(context, held, acceptance, progress, past, first, out)
-    carry = lax.while_loop(going, body, carry)
-    return carry.held, carry.acceptance, carry.context, carry.progress, carry.past, *carry.out
+    output = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    lengths = next_lengths(acceptance, progress, past)
+    carry = _Carry(context, draft_context, acceptance, progress, past, lengths, output)
+    carry = lax.while_loop(unfinished, body, carry)
+    results = carry.context, carry.progress, carry.past
+    return carry.draft_context, carry.acceptance, *results, *carry.output
 
 
-def feed_drafts(
-    model: Model, params: Any, context: Cached, before: Progress, drafted: DraftTokens, now: RowMask
-) -> tuple[EveryLogits, Cached]:
-    """Feed the rows that it is ``now`` for their newest token, and what was drafted behind it."""
-    tokens = jnp.concatenate([before.token[:, None], drafted[0]], axis=1)
-    return context.forward_all(model, params, tokens, _lengths(drafted, now))
+def feed_draft(
+    model: Model,
+    params: Any,
+    context: Cached,
+    before: Progress,
+    draft: DraftTokens,
+    active: RowMask,
+) -> tuple[DraftLogits, Cached]:
+    """Feed the newest token and the draft of each active row to the target model."""
+    tokens = jnp.concatenate([before.token[:, None], draft[0]], axis=1)
+    return context.forward_all(model, params, tokens, _fed(draft, active))
 
 
 def rewind_rejected(
     proposer: Proposer,
     context: Cached,
-    held: Any,
+    draft_context: Any,
     acceptance: Acceptance,
-    drafted: DraftTokens,
+    draft: DraftTokens,
     before: Progress,
     after: Progress,
-    known: PerRow,
-    now: RowMask,
+    length: PerRow,
+    active: RowMask,
 ) -> tuple[Cached, Any, Acceptance]:
-    """Behind a check: both texts without what was not taken, and how drafts fare; ``known``: tokens
-    of each row before it."""
-    count, taken = drafted[1], after.count - before.count
-    accepted = jnp.clip(taken - 1, 0, count)
-    # A row's cache ends before its newest token, and holds what broke it.
-    surplus = _lengths(drafted, now) - jnp.where(now, jnp.maximum(taken, 1), 0)
-    acceptance = acceptance.updated(count, accepted, proposer.length, proposer.cost, now)
-    return context.rewind(surplus), proposer.rewind_rejected(held, known + accepted), acceptance
+    """After verification: rewind both caches to the accepted tokens, and update the statistics.
+
+    ``length``: tokens of each row before the draft.
+    """
+    drafted, new = draft[1], after.count - before.count
+    accepted = jnp.clip(new - 1, 0, drafted)
+    # A cache ends before its row's newest token; a broken row keeps the token that broke it.
+    rejected = _fed(draft, active) - jnp.where(active, jnp.maximum(new, 1), 0)
+    acceptance = acceptance.updated(drafted, accepted, proposer.length, proposer.cost, active)
+    draft_context = proposer.rewind_rejected(draft_context, length + accepted)
+    return context.rewind(rejected), draft_context, acceptance
 
 
-def _lengths(drafted: DraftTokens, now: RowMask) -> PerRow:
-    return jnp.where(now, 1 + drafted[1], 0)
+def _fed(draft: DraftTokens, active: RowMask) -> PerRow:
+    """Tokens that ``feed_draft`` feeds of each row."""
+    return jnp.where(active, 1 + draft[1], 0)
 
 
 class SpeculativeDecoder:
-    """``held``: the draft's own cache, None where there is none; ``fared``: how they fare;
-    ``params``: of its model."""
+    """The draft side of a session. ``context``, ``params``: of the draft model, None for prompt
+    lookup; ``acceptance``: the statistics so far."""
 
     def __init__(self, lm: Any, request: GenerationRequest, draft: Draft, platform: str) -> None:
         self._request, self._draft, self._platform = request, draft, platform
         self._rows = len(request.row_prompts)
         self.context: Cached | None = None
         self.params: Any = None
-        self._share = 0.0
+        self._relative_size = 0.0
         if isinstance(draft, DraftModel):
             self._lm = draft.lm if lm.mesh is None else draft.lm.on(lm.mesh)
-            self.params, self._share = self._lm.params, relative_size(lm, draft.lm)
+            self.params, self._relative_size = self._lm.params, relative_size(lm, draft.lm)
         self._vocab = lm.config.vocab_size
         self.acceptance = Acceptance.new(self._rows)
 
     @property
     def architecture(self) -> Model:
-        """Of its model."""
+        """Of the draft model."""
         return self._lm.architecture
 
     @property
     def nbytes(self) -> Counter[str]:
-        """Bytes of its cache, by place."""
+        """Bytes of the draft model's cache, by memory."""
         return Counter() if self.context is None else Counter(nbytes(self.context.cache))
 
     def new_context(self) -> Cached | None:
-        """The cache that its model reads prompts into: as long as the other, as far as it has
-        positions."""
+        """An empty cache for the draft model, of the capacity that the request needs, or of the
+        draft model's positions if these are fewer."""
         draft, request = self._draft, self._request
         if not isinstance(draft, DraftModel):
             return None
@@ -296,43 +316,43 @@ class SpeculativeDecoder:
         return Cached(cache)
 
     def prefill(self) -> None:
-        """Let it read the prompts."""
+        """Prefill the draft model's cache with the prompts."""
         context: Any = self.new_context()
         if context is None:
             return
         request = self._request
-        logits = self._no_logits(context)
-        texts = request.prompts if request.cache_tokens is None else request.row_sequences
-        for chunk in prompt_chunks(
-            replace(request, prompts=texts, cache_lengths=0 * request.cache_lengths)
-        ):
+        logits = self._zero_logits(context)
+        prompts = request.prompts if request.cache_tokens is None else request.row_sequences
+        request = replace(request, prompts=prompts, cache_lengths=0 * request.cache_lengths)
+        for chunk in prompt_chunks(request):
             context, logits = programs.prefill(*self._prefill_args(context, logits, chunk))
         if request.samples > 1:
             context, _ = programs.repeat_rows(context, logits, request.samples)
         self.context = context
 
-    def decode(self, proposer: Proposer, call: tuple[Any, ...]) -> Any:
-        """``programs.decode`` with drafts, of what that is given."""
-        self.context, self.acceptance, *found = speculate(
-            proposer, self.params, self.context, self.acceptance, *call
+    def decode(self, proposer: Proposer, args: tuple[Any, ...]) -> Any:
+        """``programs.decode`` with drafts; ``args``: its arguments."""
+        self.context, self.acceptance, *results = speculate(
+            proposer, self.params, self.context, self.acceptance, *args
         )
-        return found
+        return results
 
-    def lowered(self, proposer: Proposer, call: tuple[Any, ...]) -> Lowered:
-        """The same, to be compiled."""
-        held = self.new_context() if self.context is None else self.context
-        return speculate.lower(proposer, self.params, held, self.acceptance, *call)
+    def lowered(self, proposer: Proposer, args: tuple[Any, ...]) -> Lowered:
+        """The program of ``decode``, to be compiled."""
+        context = self.new_context() if self.context is None else self.context
+        return speculate.lower(proposer, self.params, context, self.acceptance, *args)
 
     def lowered_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
-        """Its reading of these chunks, likewise."""
-        held = self.new_context()
-        if held is None:
+        """The programs of ``prefill`` for these chunks, to be compiled."""
+        context = self.new_context()
+        if context is None:
             return []
-        logits = self._no_logits(held)
-        calls = [self._prefill_args(held, logits, chunk) for chunk in chunks]
-        return [programs.prefill.lower(*call) for call in calls]
+        logits = self._zero_logits(context)
+        return [
+            programs.prefill.lower(*self._prefill_args(context, logits, chunk)) for chunk in chunks
+        ]
 
-    def _no_logits(self, context: Cached) -> Any:
+    def _zero_logits(self, context: Cached) -> Any:
         shape = len(self._request.prompts), self._lm.config.vocab_size
         return Device(spread=context.cache.spread).put(np.zeros(shape, np.float32))
 
@@ -342,19 +362,21 @@ class SpeculativeDecoder:
         return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
 
     def proposer(self, cache: KVCache, draft_context: Cached | None) -> Proposer | None:
-        """What proposes, as it is compiled for a cache, and ``its`` own: no more tokens at a time
-        than these can forget; None where they can't forget any."""
+        """The proposer for a target cache and a draft context. It drafts no more tokens than both
+        caches can rewind; None if that is 0."""
         draft, rows = self._draft, self._rows
         length = draft.length or default_length(self._platform, rows)
-        for held in (cache, draft_context and draft_context.cache):
-            if held is not None and held.max_rewind is not None:
-                # Of what a stop string takes back, half is left.
-                stops = bool(self._request.stop) and held is cache
-                length = min(length, held.max_rewind // (2 if stops else 1))
+        if cache.max_rewind is not None:
+            # Stop strings may have to rewind too: leave them half.
+            length = min(length, cache.max_rewind // (2 if self._request.stop else 1))
+        if draft_context is not None and draft_context.cache.max_rewind is not None:
+            length = min(length, draft_context.cache.max_rewind)
         if length < 1:
             return None
-        cost = draft_cost(self._platform, rows, length, self._share) if draft.adaptive else None
+        cost = None
+        if draft.adaptive:
+            cost = draft_cost(self._platform, rows, length, self._relative_size)
         if isinstance(draft, PromptLookup):
             return LookupProposer(length, cost, draft.shortest, draft.longest)
-        config = self._lm.config
-        return DraftModelProposer(length, cost, self.architecture, config.vocab_size, self._vocab)
+        draft_vocab = self._lm.config.vocab_size
+        return DraftModelProposer(length, cost, self.architecture, draft_vocab, self._vocab)
