@@ -184,8 +184,8 @@ def test_one_cache_for_two_batches_is_refused(tiny_llama):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"placement": "host"}, "'host' is no placement"),
-        ({"park": kvjax.Host}, "is no placement: give Device"),
+        ({"placement": "host"}, "'host' is not a placement"),
+        ({"park": kvjax.Host}, "is not a placement: give Device"),
         ({"limits": {}}, "limits must be InferenceLimits, got {}"),
     ],
 )

@@ -719,9 +719,9 @@ def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
         assert (code, out) == (0, wanted + "\n")
     for wrong, message in {
         "tensor": "a mesh is written as data=2,tensor=4,sequence=1, each once, or auto",
-        "model=2": "the mesh has an axis 'model': there are data, tensor, sequence",
-        "stage=2": "not divided into stages",
-        "tensor=64": "tensor=64 x sequence=1 is of 64 devices: there are 8 (XLA_FLAGS=",
+        "model=2": "the mesh has an axis 'model': kvjax knows data, tensor, sequence",
+        "stage=2": "has no pipeline parallelism",
+        "tensor=64": "tensor=64 x sequence=1 needs 64 devices: there are 8 (XLA_FLAGS=",
     }.items():
         assert_refused(run("generate", "abc", *arguments, "--mesh", wrong), message)
 

@@ -27,9 +27,9 @@ def test_wrong_meshes_are_refused():
     config = model_of("grouped")[0].config
     devices = np.array(jax.devices()[:2])
     make = functools.partial(kvjax.init_cache, config, max_len=MAX_LEN, batch=ROWS)
-    with pytest.raises(ValueError, match="axis 'model': there are data, tensor, sequence"):
+    with pytest.raises(ValueError, match="axis 'model': kvjax knows data, tensor, sequence"):
         make(mesh=Mesh(devices, ("model",)))
-    with pytest.raises(ValueError, match=r"not divided into stages.*use tensor"):
+    with pytest.raises(ValueError, match=r"no pipeline parallelism.*use tensor"):
         make(mesh=Mesh(devices, ("pipeline",)))
     with pytest.raises(ValueError, match="7 rows can't be divided among data=2"):
         make(mesh=Mesh(devices, ("data",)), batch=7)
@@ -44,7 +44,7 @@ def test_wrong_meshes_are_refused():
     with pytest.raises(ValueError, match="unknown device 'cpu': choose one of v5e, v6e, v5p"):
         kvjax.make_mesh(tensor=2, devices="cpu")
     assert kvjax.make_mesh(tensor=2, devices=devices.reshape(1, 2)).size == 2
-    with pytest.raises(ValueError, match="is of 16 devices: there are 8"):
+    with pytest.raises(ValueError, match="needs 16 devices: there are 8"):
         kvjax.make_mesh(tensor=16)
     with pytest.raises(ValueError, match="tensor must be an integer >= 1, got 0"):
         kvjax.make_mesh(tensor=0)

@@ -160,7 +160,7 @@ def test_wrong_moves_are_refused():
     with pytest.raises(ValueError, match="layer 2: the cache has 2"):
         kvjax.migrate(cache, kvjax.Host(), layers=[2])
     for wrong in (kvjax.Host, "host", None):
-        with pytest.raises(ValueError, match="is no placement: give Device"):
+        with pytest.raises(ValueError, match="is not a placement: give Device"):
             kvjax.migrate(cache, wrong)
     with pytest.raises(ValueError, match="layers must be a list of numbers, got 0"):
         kvjax.migrate(cache, kvjax.Host(), layers=0)
@@ -182,7 +182,7 @@ def test_the_last_layers_go_first_and_come_back_late():
     # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
     assert budget.offloaded(sizes[:2], {0, 1}) == {1}
     assert budget.offloaded([LayerBytes(30, 5, 30)] * 2, {0, 1}) == frozenset()
-    with pytest.raises(ValueError, match=r"may take 10 bytes of the device.* would take 15"):
+    with pytest.raises(ValueError, match=r"may use 10 bytes of the device.* need 15"):
         Budget(10).offloaded(sizes, ())
 
 
@@ -204,7 +204,7 @@ def test_what_is_fetched_ahead_counts():
     assert Budget(100).offloaded(sizes, ()) == {2, 3}
     # One more on the host would not help: two bodies are fetched, and what is left is too much.
     assert Budget(100, kvjax.Host(prefetch=1)).away(sizes, ()) == {0, 1, 2, 3}
-    with pytest.raises(ValueError, match="tokens and the layers fetched ahead would take 100"):
+    with pytest.raises(ValueError, match="tokens and the prefetched layers need 100"):
         Budget(99, kvjax.Host(prefetch=1)).away(sizes, ())
 
 
@@ -308,13 +308,13 @@ def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_lla
     least = 2 * sizes_of(tiny_llama, 16, 512)[1]
     before = len(alive())
     small = kvjax.Auto(stored(16, GROWING), least - 1)
-    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device.* would take"):
+    with pytest.raises(ValueError, match=r"the cache may use .* bytes of the device.* need"):
         kvjax.generate(tiny_llama, PROMPTS, cache=small, **AT)
     assert len(alive()) == before
     found = kvjax.generate(tiny_llama, PROMPTS, cache=replace(small, memory=least), **AT)
     assert set(places(found.cache)) == {"host"}
     four = kvjax.repeat(kvjax.select(found.cache, [0]), 4)
-    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
+    with pytest.raises(ValueError, match=r"the cache may use .* bytes of the device"):
         kvjax.generate(tiny_llama, ["a" * 40] * 4, cache=four, max_new_tokens=100)
     assert not any(x.is_deleted() for x in jax.tree.leaves(four))
 
@@ -352,7 +352,7 @@ def test_limits_give_auto_its_memory(tiny_llama):
     for cache in ("auto", kvjax.policy("auto", memory=10 * whole)):
         found = kvjax.generate(tiny_llama, PROMPTS, cache=cache, limits=narrow, **at)
         assert "host" in places(found.cache)
-    with pytest.raises(ValueError, match=r"the cache may take .* bytes of the device"):
+    with pytest.raises(ValueError, match=r"the cache may use .* bytes of the device"):
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **at)
     with pytest.raises(ValueError, match="leave nothing of the device to the cache"):
         tiny = InferenceLimits(cache_memory_ratio=1.0, device_memory=1000)

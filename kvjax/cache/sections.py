@@ -48,14 +48,14 @@ class LayerView:
     index: Array | None = None
     layer: Array | None = None
 
-    def unstacked(self) -> "View":
+    def unstacked(self) -> "LayerView":
         """That of a layer alone, on a device."""
         if self.index is None:
             return self
         layer_cache = unstacked(self.layer_cache, self.index)
         return replace(self, layer_cache=layer_cache, layer=self.index, index=None)
 
-    def take_rows(self, rows: PerRow) -> "View":
+    def take_rows(self, rows: PerRow) -> "LayerView":
         """That of some rows, int32[n], of a layer in pages, which stay as they are."""
         held = self.layer_cache
         own = held.tail, held.strip, held.low

@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Device:
-    """In the memory of the default device, or of the devices of a mesh.
+    """Arrays in the memory of the default device, or of the devices of a mesh.
 
     ``spread``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate`` set.
     ``compute_target``: the kind of device that computes with the arrays, set when a cache is made.
@@ -33,29 +33,30 @@ class Device:
     compute_target: Target | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
-    """The place's name, in ``nbytes`` and reports."""
+    """The name in ``nbytes`` and reports."""
 
     needs_tail: ClassVar[bool] = False
-    """Whether the newest tokens stand in a tail on the device, and only whole blocks are moved."""
+    """Whether the newest tokens are kept in a tail on the device, and only whole blocks are moved
+    to where the body is."""
 
     @property
     def memory_kind(self) -> str | None:
-        """The kind of memory that a body is kept in, as JAX calls it; None for the device's own."""
+        """JAX's name for the kind of memory of a body; None for the device's own."""
         return None
 
     @property
     def space(self) -> Any:
-        """The same as traced arrays tell it."""
+        """The memory space of a body, as traced arrays report it."""
         return jax.memory.Space.Device if self.memory_kind is None else jax.memory.Space.Host
 
     @property
     def ahead(self) -> int:
-        """How many layers before its turn a layer's body is fetched, whole; 0 for never."""
+        """How many layers in advance a whole body is fetched to the device; 0 for never."""
         return 0
 
     @property
     def parts(self) -> int:
-        """How many devices share the slots of a layer."""
+        """The number of devices that divide the slots of a layer."""
         return 1 if self.spread is None else self.spread.parts
 
     def shard(self) -> Shard | None:
@@ -65,81 +66,84 @@ class Device:
         return Shard(self.spread.index(SEQUENCE), self.parts)
 
     def on_mesh(self, spread: MeshSharding | None) -> Self:
-        """The same place of other devices."""
+        """The same placement over a mesh, or over one device."""
         return replace(self, spread=spread, compute_target=None)
 
     def like(self, other: "Device") -> Self:
-        """The same place of the devices of another."""
+        """The same placement on the devices of ``other``."""
         return replace(self, spread=other.spread, compute_target=other.compute_target)
 
     def with_target(self) -> Self:
-        """With what computes, the devices here now where it is open."""
+        """The same placement with ``compute_target`` set."""
         return replace(self, compute_target=self.target())
 
     def target(self) -> Target:
-        """What computes on these arrays."""
+        """The kind of device that computes with the arrays."""
         if self.compute_target is not None:
             return self.compute_target
         return current_target() if self.spread is None else self.spread.target
 
     def platform(self) -> str:
-        """The name of its platform: cpu, gpu or tpu."""
+        """The platform that computes with the arrays: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
         return self.target().platform
 
     def put(self, tree: _T) -> _T:
-        """Move a pytree's arrays [batch, ...] there."""
-        return (
-            to_device_memory(tree)
-            if self.spread is None
-            else self.spread.put(tree, self.spread.row_spec)
-        )
+        """Move a pytree of arrays [batch, ...] to the devices."""
+        if self.spread is None:
+            return to_device_memory(tree)
+        return self.spread.put(tree, self.spread.row_spec)
 
     def put_tokens(self, tree: _T) -> _T:
-        """``put`` of arrays [batch, kv_heads, ...] of which every share of the slots has all."""
+        """Move a pytree of arrays [batch, kv_heads, ...], such as a tail, to the devices. They are
+        not divided along ``sequence``."""
         if self.spread is None:
             return self.put(tree)
         return self.spread.put(tree, self.spread.token_spec)
 
     def store(self, body: _T, orders: Any) -> _T:
-        """Move a body's arrays, kept in these orders, to where they are kept."""
+        """Move the arrays of a body, which have these ``orders``, to where bodies are stored."""
         if self.spread is not None:
             return self.spread.put_bodies(body, orders)
         return self.put(body)
 
     def near(self, part: _T, after: Any = None) -> _T:
-        """Part of a body, to compute with; inside ``jit`` too."""
+        """Move a part of a body to device memory, to compute with it. Works inside ``jit``.
+
+        ``after``: the keys of a call and the rows' lengths; inside ``jit`` the move does not start
+        before they are computed.
+        """
         return part
 
     def far(self, part: _T) -> _T:
-        """Part of a body, to be kept; inside ``jit`` too."""
+        """Move a part of a body to where bodies are stored. Works inside ``jit``."""
         return part
 
 
 def check_placement(placement: Any) -> Device:
-    """A placement as it is, or a ``ValueError`` for what is none."""
+    """Return ``placement``, or raise ``ValueError`` if it is not one."""
     if not isinstance(placement, Device):
-        raise ValueError(f"{placement!r} is no placement: give Device() or Host()")
+        raise ValueError(f"{placement!r} is not a placement: give Device() or Host()")
     return placement
 
 
 def on_device_of(array: jax.Array) -> Any:
-    """The context in which arrays are put to where ``array`` is, if that is one device."""
+    """A context whose default device is that of ``array``, if it is on one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
 
 
 @dataclass(frozen=True)
 class Host(Device):
-    """The body in the host's memory, pinned; the tail, and what is computed with, on the device.
+    """The body in pinned host memory; the tail, and all computation, on the device.
 
-    A block crosses to the host once, when it leaves the tail. Updates stay in place inside a
-    donated, jitted step. Gradients do not pass through such a cache.
+    A block is moved to the host once, when it leaves the tail. Inside a donated, jitted step,
+    updates are in place. Gradients do not flow through such a cache.
 
-    ``prefetch``: 0 fetches the filled blocks while attention walks them, one after the other, so
-    that never more than one is on the device. With ``k`` layer ``i + k``'s whole body, filled or
-    not, is on its way while layer ``i`` is computed, and up to ``k + 1`` layers of it are on the
-    device: for accelerators, and not for stacks. Whether a copy goes on beside computation there is
-    not known: none has run it, and a TPU's compiler has it in a branch.
+    ``prefetch``: with 0, attention fetches the filled blocks one after another, so that at most one
+    is on the device. With ``k``, the whole body of layer ``i + k``, filled or not, is fetched while
+    layer ``i`` is computed, and up to ``k + 1`` bodies are on the device; for accelerators, and not
+    for stacks. Whether accelerators overlap these copies with computation has not been measured; a
+    TPU's compiler places them in a conditional.
     """
 
     prefetch: int = 0
@@ -159,28 +163,26 @@ class Host(Device):
         return self.prefetch
 
     def store(self, body: _T, orders: Any) -> _T:
-        if self.memory_kind is None:  # a move makes new arrays: the old ones are deleted behind it
+        if self.memory_kind is None:  # callers delete the old arrays, so make new ones
             body = jax.device_put(body, may_alias=False)
         if self.spread is not None:
             return self.spread.put_bodies(body, orders, self.memory_kind)
         if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
-            # Which devices these are is up to the user's ``jax.shard_map`` or ``jax.set_mesh``.
+            # The user's ``jax.shard_map`` or ``jax.set_mesh`` decides which devices these are.
             return self.far(body)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 
     def near(self, part: _T, after: Any = None) -> _T:
-        """Part of a body, on the device; inside ``jit`` not to be fetched before ``after`` is
-        there, a call's keys and the rows' lengths."""
         if self.memory_kind is None:
             return part
         if after is None or not is_traced(after[0]):
             return _fetched(part)
-        # Compilers drop a barrier, or copy on the host for it, and would fetch all layers at once.
-        # This is always true, which they can't know.
-        there = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
+        # Compilers remove an optimization barrier, or copy on the host for it, and would fetch all
+        # layers at once. This condition is always true, but they can't know that.
+        ready = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
         empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
-        return control_flow.cond(there, _fetched, empty, part)
+        return control_flow.cond(ready, _fetched, empty, part)
 
     def far(self, part: _T) -> _T:
         return part if self.memory_kind is None else jax.device_put(part, self.space)
@@ -190,14 +192,14 @@ def _fetched(part: _T) -> _T:
     return jax.device_put(part, jax.memory.Space.Device)
 
 
-_BACK = 0.75
-"""What part of the memory may be full once a layer has come back: the rest keeps it from being
-sent away again by the next few tokens."""
+_REFILL = 0.75
+"""A layer returns from the host only if the memory is then at most this full, so that the next
+tokens do not send it back."""
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a layer: of the device where it is there, and where it is on the host (its tail),
-    and of the host then; ``grows``: whether it may be enlarged."""
+    """Bytes of a layer. ``device``: on the device, if it is stored there. ``tail``, ``host``: on
+    the device and on the host, if it is stored on the host. ``grows``: whether it may grow."""
 
     device: int
     tail: int
@@ -207,10 +209,10 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """Bytes that a cache may take of the device, and where layers go that would be too much.
+    """Device memory that a cache may use, in bytes, and where layers are stored that exceed it.
 
-    A layer that moves or grows is there twice for a moment: where layers on the device may grow,
-    room for the largest of them is kept free.
+    A layer that moves or grows exists twice for a moment. So if layers on the device may grow,
+    space for the largest of them is kept free.
     """
 
     memory: int
@@ -220,36 +222,38 @@ class Budget:
         normalize_int_field(self, "memory", 1)
         check_placement(self.placement)
         if not self.placement.needs_tail:
-            raise ValueError(f"{self.placement!r}: layers that are too much go to the host")
+            raise ValueError(
+                f"{self.placement!r}: layers that exceed the budget need a placement on the host"
+            )
 
     def offloaded(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> frozenset[int]:
-        """Which layers are to be on the host, the last ones first.
+        """The layers that must be on the host to keep to the budget. Later layers leave first.
 
         Args:
-          sizes: of each layer.
-          out: those that are on the host now. They come back, the first ones first, where that
-            leaves a quarter of the memory free.
+          sizes: the bytes of each layer.
+          out: the layers that are on the host now. The first of them return to the device if a
+            quarter of the memory stays free.
 
         Raises:
-          ValueError: if the device can't hold what stays there of layers on the host.
+          ValueError: if the device can't hold the tails of all layers.
         """
         chosen = set(out)
         while self._taken(sizes, chosen) > self.memory:
             here = [n for n, size in enumerate(sizes) if n not in chosen and _leaves(size)]
             if not here:
-                fetched = " and the layers fetched ahead" if self.placement.ahead else ""
+                fetched = " and the prefetched layers" if self.placement.ahead else ""
                 raise ValueError(
-                    f"the cache may take {self.memory:,} bytes of the device, but with every layer "
-                    f"on the host its newest tokens{fetched} would take "
-                    f"{self._taken(sizes, chosen):,}"
+                    f"the cache may use {self.memory:,} bytes of the device, but with every layer "
+                    f"on the host its newest tokens{fetched} need {self._taken(sizes, chosen):,}"
                 )
             chosen.add(here[-1])
         for n in sorted(chosen):
-            if n in out and self._taken(sizes, chosen - {n}) <= _BACK * self.memory:
+            if n in out and self._taken(sizes, chosen - {n}) <= _REFILL * self.memory:
                 chosen.remove(n)
         return frozenset(chosen)
 
     def _taken(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> int:
+        """Bytes of the device with the layers ``out`` on the host."""
         here = [size for n, size in enumerate(sizes) if n not in out]
         there = [size for n, size in enumerate(sizes) if n in out]
         free = max((size.device for size in here if size.grows and _leaves(size)), default=0)
@@ -258,13 +262,13 @@ class Budget:
 
 
 def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
-    """Bytes of the device that layers take which are fetched ahead, at most: of bodies with so many
-    bytes, and their placements."""
+    """The most bytes of the device that prefetched bodies take. ``bodies``: the bytes and the
+    placement of each."""
     most = max((placement.ahead for _, placement in bodies), default=0)
     fetched = sorted((size for size, placement in bodies if placement.ahead), reverse=True)
     return sum(fetched[: most + 1])
 
 
 def _leaves(size: LayerBytes) -> bool:
-    """Whether the device has less of the layer when it is on the host."""
+    """Whether moving the layer to the host frees device memory."""
     return size.tail < size.device
