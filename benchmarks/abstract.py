@@ -187,7 +187,7 @@ def compiled(cell: Cell, device: Any) -> Found:
         collectives(text, 1 if mesh is None else mesh.size),
         text,
         found,
-        0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * buckets.PIECE * 4,
+        0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * buckets.CHUNK * 4,
     )
 
 

@@ -16,17 +16,17 @@ import jax
 
 from benchmarks.abstract import STEP, cell_of, compiled
 from benchmarks.report import markdown_table
-from kvjax.attention.blocks import COARSE
-from kvjax.attention.buckets import PIECE, SHORT
-from kvjax.attention.paths import by_table
+from kvjax.attention.blocks import COARSE_BLOCK
+from kvjax.attention.buckets import CHUNK, MAX_QUERIES
+from kvjax.attention.paths import default_paths
 from kvjax.core.target import DEVICE_SPECS
 from kvjax.memory.hlo import bytes_moved
 
 POLICIES = "raw", "sinks", "8 bits", "4 bits", "2 bits", "rotated", "host"
-CALLS = 1, SHORT, 2 * SHORT, 512
+CALLS = 1, MAX_QUERIES, 2 * MAX_QUERIES, 512
 """Tokens of a row's call: a step, the most of short ones, more, and a chunk of a prompt."""
 PATHS = "pallas", "buckets", "blocks"
-TURNS = {"buckets": 8192 // PIECE, "blocks": 8192 // COARSE}
+TURNS = {"buckets": 8192 // CHUNK, "blocks": 8192 // COARSE_BLOCK}
 """Of loops behind full rows, where the text does not say."""
 
 
@@ -47,7 +47,7 @@ def row(device: str, policy: str, new: int, path: str) -> dict[str, Any]:
 
 def chosen(device: str, policy: str, new: int) -> str:
     """The path that the table takes first."""
-    return by_table(DEVICE_SPECS[device].target, policy == "host", new)[0]
+    return default_paths(DEVICE_SPECS[device].target, policy == "host", new)[0]
 
 
 def markdown(device: str) -> str:

@@ -7,9 +7,8 @@ every operation is a pure function, and a decode step an ordinary one to ``jit``
 
 from kvjax import bench, codecs, layouts, memory
 from kvjax.adapters.language_model import language_model
-from kvjax.attention.attending import attend
+from kvjax.attention.attend import attend, self_attend
 from kvjax.attention.step import Step, step
-from kvjax.attention.uncached import self_attend
 from kvjax.cache.appending import advance, append
 from kvjax.cache.checks import check, clear_status
 from kvjax.cache.creation import init_cache

@@ -100,14 +100,14 @@ FAULTS = (
         "kept = jnp.where(written > self.slots, written - slack - 1, 0)", ("cache", "layouts"),
     ),
     Fault(
-        "sinks are looked at from one position further", "attention/attending.py",
+        "sinks are looked at from one position further", "attention/attend.py",
         "cap = layout.sinks + min(windows) - 1 if layout.sinks else UNLIMITED",
         "cap = layout.sinks + min(windows) if layout.sinks else UNLIMITED", ("recompute",),
     ),
     Fault(
         "merged softmaxes do not shrink their total", "attention/softmax.py",
-        "return Partial(highest, self.total * a + other.total * b, mixed)",
-        "return Partial(highest, self.total + other.total, mixed)", ("cache", "buckets"),
+        "return Partial(highest, self.total * a + other.total * b, weighted)",
+        "return Partial(highest, self.total + other.total, weighted)", ("cache", "buckets"),
     ),
     Fault(
         "devices do not agree on the highest score", "attention/softmax.py",
@@ -443,7 +443,7 @@ FAULTS = (
     ),
     Fault(
         "rows see how long the others are", "engine/programs.py",
-        "        with rows_of_any_length(exact=exact):",
+        "        with ragged_batches(exact=exact):",
         "        if True:", ("engine",),
     ),
     Fault(
@@ -476,27 +476,27 @@ FAULTS = (
         "            self._fail(error)", "            del error", ("engine",),
     ),
     Fault(
-        "a group's rows see how long its others are", "attention/alike.py",
-        "        return blockwise(inputs.taken(rows), even=True)",
-        "        return blockwise(inputs.taken(rows))", ("engine",),
+        "a group's rows see how long its others are", "attention/ragged.py",
+        "        return blockwise(inputs.take_rows(rows), even=True)",
+        "        return blockwise(inputs.take_rows(rows))", ("engine",),
     ),
     Fault(
-        "a page of two rows is taken for one's", "attention/in_place.py",
+        "a page of two rows is taken for one's", "attention/ragged.py",
         "(jnp.max(times) <= 1)", "(jnp.max(times) <= 9)", ("any_length",),
     ),
     Fault(
-        "a weight of 0 makes everything 0", "attention/in_place.py",
-        "jnp.all(jnp.isfinite(found.weighted))", "jnp.bool_(True)", ("any_length",),
+        "a weight of 0 makes everything 0", "attention/ragged.py",
+        "jnp.all(jnp.isfinite(partial.weighted))", "jnp.bool_(True)", ("any_length",),
     ),
     Fault(
-        "rows stay in the order of their lengths", "attention/alike.py",
-        "jnp.zeros_like(inputs.queries).at[order].set(mixed)",
-        "mixed[:batch]", ("any_length",),
+        "rows stay in the order of their lengths", "attention/ragged.py",
+        "jnp.zeros_like(inputs.queries).at[order].set(output)",
+        "output[:batch]", ("any_length",),
     ),
     Fault(
         "the newest tokens of an even walk are not seen", "attention/blocks.py",
-        "control_flow.fori_loop(0, -(-stop_at // size), one, found)",
-        "control_flow.fori_loop(0, stop_at // size, one, found)", ("any_length",),
+        "control_flow.fori_loop(0, -(-end // size), visit_block, partial)",
+        "control_flow.fori_loop(0, end // size, visit_block, partial)", ("any_length",),
     ),
     Fault(
         "a stack is written in its first layer", "placement/writing.py",
@@ -531,13 +531,13 @@ FAULTS = (
     ),
     Fault(
         "what a long call showed goes along in the carry", "attention/step.py",
-        "replace(held, strip=None, strip_of=None) for held in cache.layers",
-        "replace(held, low=held.low) for held in cache.layers", ("stacks",),
+        "replace(layer, strip=None, strip_of=None) for layer in cache.layers",
+        "replace(layer, low=layer.low) for layer in cache.layers", ("stacks",),
     ),
     Fault(
-        "a long call sees what another layer's saw raw", "attention/attending.py",
-        "queries = jnp.where(mine, queries, jnp.nan)",
-        "queries = jnp.where(mine, queries, queries)", ("stacks",),
+        "a long call sees what another layer's saw raw", "attention/attend.py",
+        "queries = jnp.where(valid, queries, jnp.nan)",
+        "queries = jnp.where(valid, queries, queries)", ("stacks",),
     ),
     Fault(
         "layers whose marks differ are stacked", "operations/stacks.py",

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import alike, in_place
+from kvjax.attention import ragged
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.paths import PATHS, path_of, rows_of_any_length
+from kvjax.attention.paths import PATHS, ragged_batches, select_path
 from tests.copies import copies
 from tests.matrix import tiny_config
 
@@ -91,9 +91,9 @@ def test_paths_agree(name, rows):
 @pytest.fixture
 def walked(monkeypatch):
     """Let what is not multiplied in place be no number."""
-    monkeypatch.setattr(in_place, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
+    monkeypatch.setattr(ragged, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
     # Another function, of which no test before has left a trace.
-    monkeypatch.setitem(PATHS, "pages", lambda call: in_place.over_pages(call))
+    monkeypatch.setitem(PATHS, "pages", lambda call: ragged.over_pages(call))
 
 
 def in_pages(cache, path="pages", **settings):
@@ -156,7 +156,7 @@ def test_the_shortest_rows_are_looked_at_together(monkeypatch):
         seen.append(np.asarray(call.length).tolist())
         return blockwise(call, even=even)
 
-    monkeypatch.setattr(alike, "blockwise", noted)
+    monkeypatch.setattr(ragged, "blockwise", noted)
     many = lengths(10)
     cache = held(POLICIES["paged"], many)
     with jax.disable_jit():
@@ -207,10 +207,10 @@ def test_which_is_taken():
     policy = POLICIES["static"]
     names = {}
     for exact in (True, False):
-        with rows_of_any_length(exact=exact):
-            names[exact] = path_of(None, policy, 1)
-    assert names == {True: alike.evenly, False: in_place.over_pages}
-    assert path_of(None, policy, 1) is blockwise
+        with ragged_batches(exact=exact):
+            names[exact] = select_path(None, policy, 1)
+    assert names == {True: ragged.evenly, False: ragged.over_pages}
+    assert select_path(None, policy, 1) is blockwise
 
 
 def test_pages_are_not_copied():

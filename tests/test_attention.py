@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.attention import blocks
-from kvjax.attention.blocks import COARSE, FINE, _block_sizes
+from kvjax.attention.blocks import COARSE_BLOCK, FINE_BLOCK, block_sizes
 from tests import naive
 from tests.matrix import tiny_config
 
@@ -117,8 +117,8 @@ def test_a_row_that_holds_nothing_gets_zeros():
 
 @pytest.mark.parametrize("slots", [1, 5, 128, 300, 511, 512, 1000, 4096, 5000, 32768])
 def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
-    fine, coarse = _block_sizes(slots)
-    assert fine == min(FINE, slots) and fine <= coarse <= COARSE
+    fine, coarse = block_sizes(slots)
+    assert fine == min(FINE_BLOCK, slots) and fine <= coarse <= COARSE_BLOCK
     assert 4 * (coarse - fine) < slots
     assert coarse % fine == 0
 
@@ -132,7 +132,7 @@ def test_every_length_is_walked_to_its_end(heads, policy):
     cache = kvjax.init_cache(config, kvjax.policy("static", **policy), batch=1, max_len=2500)
     keys, values = random(1, KV, 2400, DIM, seed=1), random(1, KV, 2400, DIM, seed=2)
     cache = filled(cache, keys, values)
-    fine, coarse = _block_sizes(2500 // 64, 64, KV * DIM)
+    fine, coarse = block_sizes(2500 // 64, 64, KV * DIM)
     assert 1 < fine < coarse
     queries = random(1, heads, 1, DIM, seed=3)
 

@@ -17,7 +17,7 @@ from tests.test_kernels import DIM, HEADS, KV, SETTINGS, agree, filled, random
 def small():
     """For the whole file, as a layer's trace is kept, and knows the sizes."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("LEAST", 16), ("TILE", 8), ("PIECE", 16)):
+        for name, value in (("MIN_SIZE", 16), ("TILE", 8), ("CHUNK", 16)):
             patch.setattr(buckets, name, value)
         jax.clear_caches()
         yield

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from kvjax.attention import attending
+from kvjax.attention import attend
 from kvjax.attention.kernels import common
 from kvjax.core.compat import has_mosaic_gpu
 from tests import test_tpu
@@ -26,7 +26,7 @@ def interpreted(monkeypatch):
 
     params: Any = plgpu
     monkeypatch.setattr(common, "INTERPRETED", params.InterpretGPUParams(detect_races=True))
-    monkeypatch.setattr(attending, "_traced_once", attending._traced)
+    monkeypatch.setattr(attend, "_attend_once", attend._attend)
     monkeypatch.setattr(test_tpu, "call", in_one_program())
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax.attention import buckets
-from kvjax.attention.paths import by_table
+from kvjax.attention.paths import default_paths
 from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
 from kvjax.core.pytree import tree_bytes
@@ -261,7 +261,7 @@ def test_refused(path, policy, settings, reason):
     ],
 )
 def test_the_table(call, path):
-    assert [*by_table(*call)] == path
+    assert [*default_paths(*call)] == path
 
 
 def a_gpu():

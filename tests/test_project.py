@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import attending
+from kvjax.attention import attend
 from kvjax.cache import appending
 from kvjax.codecs import Centered, HalfQuadratic, Int4, Int8, Rotated, Unrotated
 from kvjax.layouts import Dense, Paged, Ring
@@ -186,7 +186,7 @@ def called(step: Callable[..., Any], *args: Any) -> tuple[set[tuple[str, ...]], 
 
     with pytest.MonkeyPatch.context() as patch:
         # What was traced before would not be seen.
-        patch.setattr(attending, "_traced_once", attending._traced)
+        patch.setattr(attend, "_attend_once", attend._attend)
         patch.setattr(appending, "write_layer", inspect.unwrap(appending.write_layer))
         sys.setprofile(note)
         try:

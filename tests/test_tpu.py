@@ -16,7 +16,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax.attention import attending
+from kvjax.attention import attend
 from kvjax.attention import call as calls
 from kvjax.attention.kernels import common, mosaic_tpu
 from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
@@ -82,7 +82,7 @@ def strict(monkeypatch):
             detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
         ))  # fmt: skip
     # Traces that were made with other settings must not be found, nor others find those with these.
-    monkeypatch.setattr(attending, "_traced_once", attending._traced)
+    monkeypatch.setattr(attend, "_attend_once", attend._attend)
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from kvjax.adapters._running import TokensFirst, check_layer_number, current_call
-from kvjax.attention.uncached import self_attend
+from kvjax.attention.attend import self_attend
 from kvjax.core.rotary import RotaryTable
 
 

@@ -1,4 +1,4 @@
-"""The path ``blocks``: softmax over sections block by block, merged as it goes."""
+"""The path ``blocks``: an online softmax over the blocks of every section."""
 
 import math
 from dataclasses import replace
@@ -7,218 +7,233 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.inputs import AttentionInputs, softmax_over
+from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.mask import Mask
-from kvjax.attention.softmax import Partial
+from kvjax.attention.softmax import Partial, softmax_over
 from kvjax.cache.sections import Section
 from kvjax.core import control_flow
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput
 
-FINE = 128
-"""Tokens of a block where the filled part ends."""
-COARSE = 1024
-"""Tokens of a block elsewhere, at most: large enough that its copy is shared among the CPU's
-threads."""
-NUMBERS = 3 * 2**17
-"""Numbers of a block's keys, at most: small enough that its copy stays in the CPU's caches."""
-QUERIES = 256
-"""Queries that walk the blocks together: more of them would see more blocks in vain."""
-WIDENED = 16
-"""Rows below which a CPU multiplies 16-bit numbers faster after widening them."""
-FEW = 16
-"""Rows of queries that take a coarse block more rather than walk fine ones."""
-SPARE = 4
-"""Of that block, the part that must be filled."""
-FILLED = 5 / 8
-"""Of a section, the part that must be seen for it to be multiplied in one piece."""
-EVEN = 256
-"""Tokens of a block where all are of one size."""
-SCORES = 4
-"""Arrays of scores that a section in one piece is counted with: products, and turned round, masked
-scores, weights."""
+FINE_BLOCK = 128
+"""Tokens of a block at the end of the filled part."""
+COARSE_BLOCK = 1024
+"""The most tokens of other blocks. They are large enough for the CPU's threads to share a copy."""
+MAX_KEY_NUMBERS = 3 * 2**17
+"""The most numbers in the keys of a block, so that their copy stays in the CPU's caches."""
+QUERY_CHUNK = 256
+"""Queries that walk the blocks together. More queries would share fewer blocks."""
+WIDEN_BELOW = 16
+"""With fewer query rows, a CPU multiplies 16-bit numbers faster after widening them to float32."""
+FEW_ROWS = 16
+"""With fewer query rows, a coarse block that is partly filled is cheaper than fine blocks."""
+MIN_FILLED_PART = 4
+"""The part of that coarse block, one in so many, that must be filled."""
+MIN_FILLED = 5 / 8
+"""The part of a section that queries must see for it to be multiplied in one piece."""
+EVEN_BLOCK = 256
+"""Tokens of a block if all blocks have the same size."""
+SCORE_ARRAYS = 4
+"""How many arrays of scores are counted for a section in one piece: the products, their transpose,
+the masked scores and the weights."""
 
 
 def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput:
-    """Softmax block by block, for some queries at a time. ``even``: by blocks of one size, so that
-    what a row gets does not depend, to the last bit, on how long the others are."""
-    # The same queries twice are carried once.
-    kinds = (
+    """Attention over all sections, block by block, for a chunk of queries at a time.
+
+    ``even``: use blocks of one size. The result of a row then does not depend, to the last bit, on
+    the lengths of other rows.
+    """
+    # If both variants of the queries are the same array, it is carried once.
+    queries = (
         (inputs.queries,) if inputs.queries is inputs.capped else (inputs.queries, inputs.capped)
     )
     new = inputs.queries.shape[2]
-    whole = new // QUERIES * QUERIES if new > QUERIES else 0
+    whole = new // QUERY_CHUNK * QUERY_CHUNK if new > QUERY_CHUNK else 0
 
-    def some(turned: tuple[Array, ...], at: Array) -> Array:
+    def attend_chunk(queries: tuple[Array, ...], at: Array) -> Array:
         mask = replace(inputs.mask, queries=at)
-        part = replace(inputs, queries=turned[0], capped=turned[-1], mask=mask)
-        found = Partial.of_none(part.rows(part.sections[0]))
-        for section in part.sections:
-            found = (_evenly if even else _walk_section)(found, section, part)
-        return part.finish(found)
+        chunk = replace(inputs, queries=queries[0], capped=queries[-1], mask=mask)
+        partial = Partial.empty(chunk.rows(chunk.sections[0]))
+        for section in chunk.sections:
+            partial = (_walk_evenly if even else _walk_section)(partial, section, chunk)
+        return chunk.finish(partial)
 
-    def next_part(split: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
-        turned = tuple(lax.dynamic_index_in_dim(x, number, keepdims=False) for x in split)
-        mixed = some(turned, lax.dynamic_index_in_dim(at, number, keepdims=False))
-        # Written over the queries that it is of: zeros to write over, which depend on nothing, a
-        # CPU makes for all layers before the first, and keeps.
-        return (lax.dynamic_update_index_in_dim(split[0], mixed, number, 0), *split[1:]), None
+    def next_chunk(chunks: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
+        chunk = tuple(lax.dynamic_index_in_dim(x, number, keepdims=False) for x in chunks)
+        output = attend_chunk(chunk, lax.dynamic_index_in_dim(at, number, keepdims=False))
+        # The output overwrites its queries. A separate output array of zeros depends on nothing, so
+        # a CPU would allocate those of all layers before the first one runs.
+        return (lax.dynamic_update_index_in_dim(chunks[0], output, number, 0), *chunks[1:]), None
 
-    mixed = []
+    outputs = []
     if whole:
-        count = whole // QUERIES
-        split = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in kinds)
+        count = whole // QUERY_CHUNK
+        chunks = tuple(jnp.stack(jnp.split(x[:, :, :whole], count, axis=2)) for x in queries)
         at = jnp.stack(jnp.split(inputs.mask.queries[:, :whole], count, axis=1))
-        found = control_flow.scan(next_part, split, jnp.arange(count, dtype=jnp.int32))[0][0]
-        mixed = list(found)
+        stacked = control_flow.scan(next_chunk, chunks, jnp.arange(count, dtype=jnp.int32))[0][0]
+        outputs = list(stacked)
     if whole < new:
-        rest = tuple(x[:, :, whole:] for x in kinds)
-        mixed.append(some(rest, inputs.mask.queries[:, whole:]))
-    return mixed[0] if len(mixed) == 1 else jnp.concatenate(mixed, axis=2)
+        rest = tuple(x[:, :, whole:] for x in queries)
+        outputs.append(attend_chunk(rest, inputs.mask.queries[:, whole:]))
+    return outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=2)
 
 
-def at_once(inputs: AttentionInputs) -> AttentionOutput:
-    """The path ``reference``: softmax over every section in one piece."""
-    found = [
-        softmax_over(each, inputs.mask, inputs.rows(each), jnp.int32(each.first), each.size)
-        for each in inputs.sections
+def reference(inputs: AttentionInputs) -> AttentionOutput:
+    """The path ``reference``: softmax over each section in one piece."""
+    partials = [
+        softmax_over(
+            section, inputs.mask, inputs.rows(section), jnp.int32(section.first), section.size
+        )
+        for section in inputs.sections
     ]
-    return inputs.finish(*found)
+    return inputs.finish(*partials)
 
 
-def _walk_section(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
-    """In one piece where that is faster, else block by block."""
+def has_product_dtype(section: Section, rows: Array) -> bool:
+    """Whether a section can be multiplied as it is stored. Numbers kept as bits, or in float16,
+    would be converted in a copy first."""
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
+    dtypes |= {str(codec.dtype) for codec in section.codecs}
+    return dtypes == {rows.dtype.name} and rows.dtype != jnp.float16
+
+
+def _walk_section(partial: Partial, section: Section, inputs: AttentionInputs) -> Partial:
+    """Add a section in one piece if that is faster, otherwise block by block."""
     rows = inputs.rows(section)
-    whole = section.whole and on_cpu() and _fits(section, rows) and _all_seen(section, inputs.mask)
+    whole = section.whole and on_cpu() and _fits(section, rows)
+    whole = whole and _is_mostly_visible(section, inputs.mask)
 
-    def walk(found: Partial) -> Partial:
-        narrow = rows.dtype.itemsize == 2 and rows.shape[2] < WIDENED and on_cpu()
-        return _by_blocks(found, section, rows.astype(jnp.float32) if narrow else rows, inputs)
+    def walk(partial: Partial) -> Partial:
+        widen = rows.dtype.itemsize == 2 and rows.shape[2] < WIDEN_BELOW and on_cpu()
+        return _by_blocks(partial, section, rows.astype(jnp.float32) if widen else rows, inputs)
 
     if not whole:
-        return walk(found)
-    # Slices are copied before they are multiplied, a whole array is not: worth it where most of it
-    # is filled. What an earlier text left in empty slots may be no number, which no weight makes 0:
-    # then the blocks are walked, which leave it out.
-    full = jnp.max(section.filled(inputs.length)) >= math.ceil(FILLED * section.size)
+        return walk(partial)
+    # Slices are copied before they are multiplied, a whole array is not. That pays if most of it is
+    # filled. Empty slots may hold NaN of an earlier sequence, and 0 * NaN is NaN. If the result is
+    # not finite, the blocks are walked after all, which masks empty slots.
+    full = jnp.max(section.filled(inputs.length)) >= math.ceil(MIN_FILLED * section.size)
 
     @jax.checkpoint
-    def in_one_piece(found: Partial) -> tuple[Partial, Array]:
+    def in_one_piece(partial: Partial) -> tuple[Partial, Array]:
         begin, size = jnp.int32(0), section.size
-        found = softmax_over(section, inputs.mask, rows, begin, size, after=found, whole=True)
-        return found, jnp.all(jnp.isfinite(found.weighted))
+        partial = softmax_over(section, inputs.mask, rows, begin, size, before=partial, whole=True)
+        return partial, jnp.all(jnp.isfinite(partial.weighted))
 
-    more, done = control_flow.cond(
-        full, in_one_piece, lambda found: (found, jnp.bool_(False)), found
+    result, done = control_flow.cond(
+        full, in_one_piece, lambda partial: (partial, jnp.bool_(False)), partial
     )
-    return control_flow.cond(done, lambda more, _: more, lambda _, found: walk(found), more, found)
+    return control_flow.cond(
+        done, lambda result, _: result, lambda _, partial: walk(partial), result, partial
+    )
 
 
-def _evenly(found: Partial, section: Section, inputs: AttentionInputs) -> Partial:
-    """Block by block, all of one size, as far as any row is filled."""
+def _walk_evenly(partial: Partial, section: Section, inputs: AttentionInputs) -> Partial:
+    """Add a section by blocks of one size, up to the longest row."""
     rows, mask = inputs.rows(section), inputs.mask
-    size = section.fit_units(min(max(EVEN // section.unit, 1), section.size))
+    size = section.fit_units(min(max(EVEN_BLOCK // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
-    def one(number: Array, found: Partial) -> Partial:
+    def visit_block(number: Array, partial: Partial) -> Partial:
         start = section.first + number * size
 
-        def visit(found: Partial) -> Partial:
-            return _visit(found, section, rows, mask, start, size)
+        def visit(partial: Partial) -> Partial:
+            return _visit(partial, section, rows, mask, start, size)
 
         if not limited:
-            return visit(found)
-        wanted = mask.reaches(*section.span(start, size), section)
-        return control_flow.cond(wanted, visit, lambda found: found, found)
+            return visit(partial)
+        reached = mask.reaches(*section.span(start, size), section)
+        return control_flow.cond(reached, visit, lambda partial: partial, partial)
 
-    filled = jnp.clip(section.filled(inputs.near()), 0, section.size)
-    # A bias may be asked for its derivative, which a loop of any length has not.
-    stop_at = section.size if mask.bias else filled
-    return control_flow.fori_loop(0, -(-stop_at // size), one, found)
+    filled = jnp.clip(section.filled(inputs.visible_length()), 0, section.size)
+    # A bias may be differentiated, and a loop of dynamic length has no derivative.
+    end = section.size if mask.bias else filled
+    return control_flow.fori_loop(0, -(-end // size), visit_block, partial)
 
 
 def _fits(section: Section, rows: Array) -> bool:
-    """Whether a section's numbers can be multiplied as they are, and all of its scores take no more
-    memory than the copies of a block do, in float32: so memory does not grow with the capacity."""
+    """Whether a section can be multiplied as it is stored, and its scores take no more memory than
+    the copies of a block in float32, so that memory does not grow with the capacity."""
     batch, kv_heads, count, head_dim = rows.shape
-    coarse = _block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
-    return as_stored(section, rows) and SCORES * count * section.size <= 2 * coarse * head_dim
+    coarse = block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
+    scores = SCORE_ARRAYS * count * section.size
+    return has_product_dtype(section, rows) and scores <= 2 * coarse * head_dim
 
 
-def as_stored(section: Section, rows: Array) -> bool:
-    """Whether a section's numbers can be multiplied as they are: kept as bits, or in float16, all
-    would be copied in another form first."""
-    stored = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
-    stored |= {str(codec.dtype) for codec in section.codecs}
-    return stored == {rows.dtype.name} and rows.dtype != jnp.float16
-
-
-def _all_seen(section: Section, mask: Mask) -> bool:
-    """Whether queries may see most of a section: else blocks that they do not see are left out."""
-    return min(mask.window or section.size, mask.chunk or section.size) >= FILLED * section.size
+def _is_mostly_visible(section: Section, mask: Mask) -> bool:
+    """Whether queries may see most of a section. Otherwise it pays to skip blocks."""
+    size = section.size
+    return min(mask.window or size, mask.chunk or size) >= MIN_FILLED * size
 
 
 def _visit(
-    found: Partial, section: Section, rows: Array, mask: Mask, start: Array, size: int
+    partial: Partial, section: Section, rows: Array, mask: Mask, start: Array, size: int
 ) -> Partial:
-    """And over a block. A last one that would pass the end is moved down; what it shares is not
-    seen twice."""
+    """Add a block. The last one is moved down if it would pass the end. Units that the block before
+    has already covered do not count again."""
     origin = jnp.minimum(start, section.first + section.size - size)
-    return softmax_over(section, mask, rows, origin, size, start=start, after=found)
+    return softmax_over(section, mask, rows, origin, size, start=start, before=partial)
 
 
-def _by_blocks(found: Partial, section: Section, rows: Array, inputs: AttentionInputs) -> Partial:
-    """Coarse blocks up to where all is filled, fine ones after that."""
-    if section.raw and section.size <= 2 * FINE:
+def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: AttentionInputs) -> Partial:
+    """Add a section by coarse blocks while they are filled, and by fine blocks after that."""
+    if section.raw and section.size <= 2 * FINE_BLOCK:
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
-        # Pages are copied by one operation however many they are, for which a CPU's threads divide
-        # the work.
-        shared = (1, 1) if section.pages is not None and on_cpu() else (numbers, 4)
-        fine, coarse = _block_sizes(section.size, section.unit, *shared)
+        # On a CPU one operation copies any number of pages, and all threads share it.
+        limits = (1, 1) if section.pages is not None and on_cpu() else (numbers, 4)
+        fine, coarse = block_sizes(section.size, section.unit, *limits)
         fine = section.fit_units(fine)
         coarse = max(section.fit_units(coarse, fine), fine)
 
     stop = jnp.int32(section.first + section.size)
 
-    def visit(start: Array, size: int, found: Partial) -> Partial:
-        return _visit(found, section, rows, inputs.mask, start, size)
+    def visit(start: Array, size: int, partial: Partial) -> Partial:
+        return _visit(partial, section, rows, inputs.mask, start, size)
 
-    def walk(found: Partial, first: Array, blocks: int, size: int, end: Array) -> Partial:
+    def walk(partial: Partial, first: Array, blocks: int, size: int, end: Array) -> Partial:
         def one(carry: tuple[Array, Partial], _: None) -> tuple[tuple[Array, Partial], None]:
-            start, found = carry
-            wanted = (start < end) & inputs.mask.reaches(*section.span(start, size), section)
-            found = control_flow.cond(wanted, lambda f: visit(start, size, f), lambda f: f, found)
-            return (start + size, found), None
+            start, partial = carry
+            reached = (start < end) & inputs.mask.reaches(*section.span(start, size), section)
+            partial = control_flow.cond(
+                reached, lambda p: visit(start, size, p), lambda p: p, partial
+            )
+            return (start + size, partial), None
 
-        # The start is carried: a list of starts would be memory that grows with the capacity.
+        # The start is carried: an array of starts would grow with the capacity.
         step = jax.checkpoint(one, prevent_cse=False)
-        return control_flow.scan(step, (first, found), length=blocks)[0][1]
+        return control_flow.scan(step, (first, partial), length=blocks)[0][1]
 
     begin = jnp.int32(section.first)
     if coarse == fine:
-        return walk(found, begin, -(-section.size // fine), fine, stop)
-    filled = jnp.clip(section.filled(inputs.near()), 0, section.size)
-    # Blocks behind a tail may be on the host, from where only what is filled is fetched.
-    rounded = rows.shape[2] < FEW and section.unit == 1
-    rest = coarse // SPARE if rounded else coarse - 1
+        return walk(partial, begin, -(-section.size // fine), fine, stop)
+    filled = jnp.clip(section.filled(inputs.visible_length()), 0, section.size)
+    # Blocks of several tokens may be in host memory: fetch no more than what is filled.
+    round_up = rows.shape[2] < FEW_ROWS and section.unit == 1
+    rest = coarse // MIN_FILLED_PART if round_up else coarse - 1
     whole = (filled + coarse - 1 - rest) // coarse
-    behind = begin + whole * coarse
-    found = walk(found, begin, -(-section.size // coarse), coarse, behind)
+    fine_begin = begin + whole * coarse
+    partial = walk(partial, begin, -(-section.size // coarse), coarse, fine_begin)
 
-    def finely(found: Partial) -> Partial:
-        return walk(found, behind, -(-rest // fine), fine, stop)
+    def walk_rest(partial: Partial) -> Partial:
+        return walk(partial, fine_begin, -(-rest // fine), fine, stop)
 
-    # A few turns of a loop that skip all they see cost as much as a small block.
-    return control_flow.cond(filled > whole * coarse, finely, lambda found: found, found)
+    # Even iterations that skip their block cost as much as a small block.
+    return control_flow.cond(filled > whole * coarse, walk_rest, lambda partial: partial, partial)
 
 
-def _block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:
-    """Fine and coarse block sizes of ``size`` units of ``unit`` tokens, whose keys have so many
-    numbers each: a coarse block is one of so many ``parts`` of them at most, rounded up to whole
-    fine ones."""
-    fine = min(max(FINE // unit, 1), size)
-    tokens = min(COARSE, max(NUMBERS // numbers, FINE))
+def block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:
+    """The sizes of fine and coarse blocks, in units.
+
+    Args:
+      size: units of the section.
+      unit: tokens per unit.
+      numbers: numbers per token in the keys of all rows.
+      parts: a coarse block is at most one of this many parts, rounded up to whole fine blocks.
+    """
+    fine = min(max(FINE_BLOCK // unit, 1), size)
+    tokens = min(COARSE_BLOCK, max(MAX_KEY_NUMBERS // numbers, FINE_BLOCK))
     most = tokens // unit // fine
     return fine, fine * max(min(-(-size // (parts * fine)), most), 1)

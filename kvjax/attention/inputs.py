@@ -1,4 +1,4 @@
-"""What a path of attention is given, and the softmax over some units of a section."""
+"""The inputs of an attention path."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from kvjax.layouts import Shard
 
 
 class Unsupported(ValueError):
-    """A path can't serve a call."""
+    """A path does not support these inputs."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Queries, and what they may see of a layer.
+    """Queries, and the layer that they attend to.
 
-    ``queries``: [batch, heads, new, head_dim] at their positions; ``capped``: turned as the
-    layout's sinks want them, or the same. ``view``: the layer, and ``share``: of its slots, None
-    for all.
+    ``queries``: [batch, heads, new, head_dim], rotated to their positions. ``capped``: the queries
+    for attention sinks, rotated to capped positions; the same array if the layout has no sinks.
+    ``view``: the layer. ``shard``: this device's share of the slots; None if it has all slots.
     """
 
     queries: AttentionOutput
@@ -30,67 +30,36 @@ class AttentionInputs:
     kv_heads: int
     view: LayerView
     mask: Mask
-    share: Shard | None = None
+    shard: Shard | None = None
 
     @functools.cached_property
     def sections(self) -> list[Section]:
-        """The layer's sections."""
-        return sections(self.view, self.share)
+        """The sections of the layer."""
+        return sections(self.view, self.shard)
 
     @property
     def length(self) -> PerRow:
-        """int32[batch], tokens that the rows hold."""
+        """int32[batch]: tokens in each row."""
         return self.view.length
 
-    def taken(self, rows: PerRow) -> "AttentionInputs":
-        """That of some rows, int32[n]."""
+    def take_rows(self, rows: PerRow) -> "AttentionInputs":
+        """The inputs of some rows, int32[n]."""
         queries = self.queries[rows]
         capped = queries if self.capped is self.queries else self.capped[rows]
-        view, mask = self.view.take_rows(rows), self.mask.taken(rows)
+        view, mask = self.view.take_rows(rows), self.mask.take_rows(rows)
         return replace(self, queries=queries, capped=capped, view=view, mask=mask)
 
     def rows(self, section: Section) -> Array:
-        """The queries of a section as rows [batch, kv_heads, group * new, head_dim]."""
+        """The queries for a section as rows [batch, kv_heads, group * new, head_dim], where a group
+        is the query heads that share a key-value head."""
         queries = self.capped if section.capped else self.queries
         batch, heads, new, head_dim = queries.shape
         return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
 
-    def near(self) -> PerRow:
-        """int32[batch]: tokens behind the last of the queries need not be looked at."""
+    def visible_length(self) -> PerRow:
+        """int32[batch]: no query sees a token from this position on."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
-    def finish(self, *found: Partial) -> AttentionOutput:
-        """The mixture of all that was found, as the queries are shaped."""
-        return functools.reduce(Partial.merge, found).finish(self.queries, self.mask.axis)
-
-
-def softmax_over(
-    section: Section,
-    mask: Mask,
-    rows: Array,
-    origin: Array,
-    size: int,
-    *,
-    start: Array | int = 0,
-    after: Partial | None = None,
-    whole: bool = False,
-) -> Partial:
-    """The softmax over ``size`` units of a section from ``origin`` on.
-
-    Args:
-      section, mask, rows: what is looked at, and the queries, see ``AttentionInputs.rows``.
-      origin, size: which units, of which those from ``start`` on count.
-      after: the softmax over what was looked at before, which it is merged with.
-      whole: of a whole section as it lies, on a CPU, with the values of empty slots as they are.
-    """
-    positions = section.positions(origin + jnp.arange(size, dtype=jnp.int32), start)
-    keys, values = (section.keys, section.values) if whole else section.slice_units(origin, size)
-    products = section.scores(rows, keys, positions, long=whole)
-    scores, seen = mask.scores(products, positions, section)
-
-    def weigh(weights: Array) -> Array:
-        return section.weighted_values(
-            weights, values, None if whole else positions, rows.dtype.name
-        )
-
-    return Partial.of(scores, seen, weigh, after)
+    def finish(self, *partials: Partial) -> AttentionOutput:
+        """The attention output over the keys of all ``partials``."""
+        return functools.reduce(Partial.merge, partials).finish(self.queries, self.mask.axis)

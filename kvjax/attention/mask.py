@@ -1,4 +1,4 @@
-"""What a query sees, by positions alone, and how its scores are made."""
+"""Which keys a query sees, from positions alone, and how scores are computed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,19 +14,20 @@ from kvjax.layouts import UNLIMITED, Split
 from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding
 
 Bias = Callable[[Array, Array], Array]
-"""``bias(query_positions[batch, new], key_positions[batch, n])`` -> what is added to the scores,
-float32, broadcast to [batch, heads, new, n]. Scores below −1e38 count as not seen. On a mesh
-arrays that it goes by are given to the devices if they are a pytree's:
-``jax.tree_util.Partial(function, array)``."""
+"""A function ``bias(query_positions[batch, new], key_positions[batch, n])`` that returns what is
+added to the scores: float32, broadcastable to [batch, heads, new, n]. Scores below −1e38 are
+masked. On a mesh, arrays that the function uses must be leaves of a pytree, so that devices
+receive them: ``jax.tree_util.Partial(function, array)``."""
 
 
 @pytree_dataclass
 class Mask:
-    """What a query sees and how scores are made: settings, and the queries' own positions.
+    """Which keys queries see, and how scores are computed.
 
-    ``cap``: the position from which queries look at a layout's sinks at most. ``call``:
-    int32[batch], where the call begins, if its own tokens are raw in any case. ``axis``: of a mesh,
-    along which devices have a share of the keys each.
+    ``queries``: int32[batch, new], the positions of the queries. ``cap``: queries attend to the
+    sinks of a layout as if they were at this position at most. ``call_start``: int32[batch], where
+    the call begins, if queries see all tokens of their own call raw; otherwise None. ``axis``: the
+    mesh axis along which devices have different keys. The other fields are arguments of ``attend``.
     """
 
     queries: Positions
@@ -37,7 +38,7 @@ class Mask:
     cap: int = static_field(default=UNLIMITED)
     soft_cap: float | None = static_field(default=None)
     bias: Bias | None = static_field(default=None)
-    call: PerRow | None = None
+    call_start: PerRow | None = None
     axis: str | None = static_field(default=None)
 
     def __post_init__(self) -> None:
@@ -47,47 +48,51 @@ class Mask:
         if self.soft_cap is not None and self.soft_cap <= 0:
             raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
 
-    def taken(self, rows: PerRow) -> "Mask":
-        """That of some rows, int32[n]; a bias is of all."""
-        call = None if self.call is None else self.call[rows]
-        return replace(self, queries=self.queries[rows], call=call)
+    def take_rows(self, rows: PerRow) -> "Mask":
+        """The mask of some rows, int32[n]. The bias does not change."""
+        call_start = None if self.call_start is None else self.call_start[rows]
+        return replace(self, queries=self.queries[rows], call_start=call_start)
 
     def visible(self, positions: Array, section: Section) -> Visible:
-        """Which keys of a section, at ``positions`` int32[batch, n] (-1: none), each query sees."""
-        call = None if self.call is None else self.call[:, None, None]
-        return self.sees(self.queries[:, :, None], positions[:, None, :], call, section)
+        """Which keys of a section each query sees: bool[batch, new, n]. ``positions``: int32[batch,
+        n], those of the keys; -1 for an empty slot."""
+        call_start = None if self.call_start is None else self.call_start[:, None, None]
+        return self.sees(self.queries[:, :, None], positions[:, None, :], call_start, section)
 
-    def sees(self, queries: Array, keys: Array, call: Array | None, section: Section) -> Array:
-        """Whether queries see keys of a section, by their positions, which are broadcast, and by
-        ``call``: made of each element alone, in kernels too."""
+    def sees(
+        self, queries: Array, keys: Array, call_start: Array | None, section: Section
+    ) -> Array:
+        """Whether queries see keys of a section. Positions and ``call_start`` are broadcast.
+        Kernels call this too, so it is elementwise."""
         seen = (keys >= 0) & (keys <= queries)
         if self.window is not None:
             seen &= (keys > queries - self.window) | (keys < self.sinks)
         if self.chunk is not None:
             seen &= keys >= queries // self.chunk * self.chunk
         if section.split is not None:
-            raw_from = _raw_from(section.split, queries, call)
+            raw_from = _raw_from(section.split, queries, call_start)
             raw = section.split.is_raw(keys, raw_from)
-            seen &= raw if section.raw else raw ^ True  # kernels know no other "not"
+            seen &= raw if section.raw else raw ^ True  # Pallas lowers no other "not"
         return seen
 
     def reaches(self, low: Array, high: Array, section: Section) -> Array:
-        """bool[]: whether any query may see any position of a section from ``low`` to ``high``."""
+        """bool[]: whether any query may see a key of a section between positions ``low`` and
+        ``high``."""
         reached = (low <= high) & (low <= jnp.max(self.queries))
         if self.chunk is not None:
             reached &= high >= jnp.min(self.queries) // self.chunk * self.chunk
         if self.window is not None:
             reached &= (high > jnp.min(self.queries) - self.window) | (low < self.sinks)
         if section.split is not None:
-            call = None if self.call is None else self.call[:, None]
-            first = _raw_from(section.split, self.queries, call)
+            call_start = None if self.call_start is None else self.call_start[:, None]
+            first = _raw_from(section.split, self.queries, call_start)
             raw = (high >= jnp.min(first)) | (low < section.split.tail.sinks)
             reached &= raw if section.raw else low < jnp.max(first)
         return reached
 
     def scores(self, products: Array, positions: Array, section: Section) -> tuple[Array, Array]:
         """Scores from products of queries and a section's keys, float32[batch, kv_heads, rows, n],
-        and which of them count. Sinks are asked for a bias with queries at ``cap`` at most."""
+        and which of them count. For sinks the bias receives query positions of at most ``cap``."""
         batch, kv_heads, rows, count = products.shape
         shape = batch, kv_heads, rows // self.queries.shape[1], self.queries.shape[1], count
         scores = self.scale * products.reshape(shape)
@@ -102,27 +107,27 @@ class Mask:
         return scores.reshape(products.shape), seen.reshape(products.shape)
 
 
-def _raw_from(split: Split, queries: Array, call: Array | None) -> Array:
-    """The first position behind the sinks that queries see raw."""
+def _raw_from(split: Split, queries: Array, call_start: Array | None) -> Array:
+    """The first position after the sinks whose token queries see raw."""
     first = split.raw_from(queries)
-    return first if call is None else jnp.minimum(first, call)
+    return first if call_start is None else jnp.minimum(first, call_start)
 
 
-def bias_of_heads(bias: Bias, spread: MeshSharding, heads: int, count: int) -> Bias:
-    """A bias of a device's heads alone, from one of all."""
+def device_bias(bias: Bias, spread: MeshSharding, heads: int, device_heads: int) -> Bias:
+    """The bias of a device's ``device_heads`` query heads, from the bias of all ``heads``."""
 
     def own(queries: Array, keys: Array) -> Array:
-        every = jnp.asarray(bias(queries, keys))
-        if every.ndim > 3 and every.shape[0] not in (1, queries.shape[0]):
+        scores = jnp.asarray(bias(queries, keys))
+        if scores.ndim > 3 and scores.shape[0] not in (1, queries.shape[0]):
             raise ValueError(
-                f"the bias is of {every.shape[0]} rows, and a device of the mesh has "
-                f"{queries.shape[0]}: go by the positions that it is given"
+                f"the bias returns {scores.shape[0]} rows, but a device of the mesh has "
+                f"{queries.shape[0]}: compute it from the positions that it receives"
             )
-        if every.ndim < 3 or every.shape[-3] == 1 or count == heads:
-            return every
-        first = count * spread.index(TENSOR)
-        if count * spread.heads < heads:  # devices with the same keys divide their queries
-            first = count * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
-        return lax.dynamic_slice_in_dim(every, first, count, axis=-3)
+        if scores.ndim < 3 or scores.shape[-3] == 1 or device_heads == heads:
+            return scores
+        first = device_heads * spread.index(TENSOR)
+        if device_heads * spread.heads < heads:  # devices with the same keys divide the queries
+            first = device_heads * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
+        return lax.dynamic_slice_in_dim(scores, first, device_heads, axis=-3)
 
     return own

@@ -1,4 +1,4 @@
-"""Which way attention goes: a table, and the ways."""
+"""Attention paths: implementations that compute the same output, and which one is the default."""
 
 import functools
 import itertools
@@ -6,101 +6,105 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from kvjax.attention.alike import evenly
-from kvjax.attention.blocks import at_once, blockwise
-from kvjax.attention.buckets import SHORT, bucketed
-from kvjax.attention.in_place import over_pages
+from kvjax.attention.blocks import blockwise, reference
+from kvjax.attention.buckets import MAX_QUERIES, bucketed
 from kvjax.attention.inputs import AttentionInputs, Unsupported
 from kvjax.attention.kernels.dispatch import kernels_for, pallas
+from kvjax.attention.ragged import evenly, over_pages
 from kvjax.core.mesh_context import has_auto_axes
 from kvjax.core.target import Target
 from kvjax.core.typing import AttentionOutput
 from kvjax.policies.cache_policy import CachePolicy
 
 Path = Callable[[AttentionInputs], AttentionOutput]
-"""The mixture that a call's queries see. All paths give the same; one that can't serve a call
-raises ``Unsupported`` when it is traced."""
-
-
-BRANCHES, KERNELS = "takes branches at no cost", "has kernels"
-"""What a target can do."""
-
-TABLE = (
-    # what the target can do, whether the body is behind a tail, queries a call: None for any
-    (BRANCHES, None, None, "blocks"),
-    (None, True, None, "blocks"),  # fetches what is filled, and no more
-    (KERNELS, None, None, "pallas"),
-    (None, None, SHORT, "buckets"),
-    (None, None, None, "blocks"),
-)
-"""The first line that fits, and whose path serves the call, counts. Those of TPUs and GPUs go by
-what their compilers show (``benchmarks/results/abstract-devices/paths-v5e.md``, ``-h200.md``)."""
-
-
-def abilities(target: Target) -> set[str]:
-    """What a target can do."""
-    if target.platform == "cpu":
-        return {BRANCHES}
-    # Where the compiler divides a program among devices, it can't divide a kernel.
-    return {KERNELS} if kernels_for(target) and not has_auto_axes() else set()
-
+"""Computes the attention output. A path raises ``Unsupported`` while it is traced if it does not
+support the inputs."""
 
 PATHS: dict[str, Path] = {
-    "blocks": blockwise, "reference": at_once, "buckets": bucketed, "pallas": pallas,
-    "even": evenly, "pages": over_pages,
-}  # fmt: skip
+    "blocks": blockwise,
+    "reference": reference,
+    "buckets": bucketed,
+    "pallas": pallas,
+    "even": evenly,
+    "pages": over_pages,
+}
+
+DIFFERENTIABLE = blockwise, reference, bucketed
+"""Paths with derivatives. The derivative of the other paths is that of ``blocks``."""
+
+BRANCHES, KERNELS = "cheap branches", "kernels"
+"""What a target supports."""
+
+TABLE = (
+    # what the target supports, whether a tail is needed, the most queries per row; None is any
+    (BRANCHES, None, None, "blocks"),
+    (None, True, None, "blocks"),  # fetches no more than what is filled
+    (KERNELS, None, None, "pallas"),
+    (None, None, MAX_QUERIES, "buckets"),
+    (None, None, None, "blocks"),
+)
+"""The default path is that of the first line that applies and supports the inputs. The lines for
+TPUs and GPUs rest on compiled programs
+(``benchmarks/results/abstract-devices/paths-v5e.md``, ``-h200.md``)."""
 
 
-DIFFERENTIABLE = blockwise, at_once, bucketed
-"""What has a derivative, whatever is asked; that of the others is the walk's."""
-
-
-_mixed: ContextVar[str | None] = ContextVar("mixed", default=None)
+_ragged_path: ContextVar[str | None] = ContextVar("ragged_path", default=None)
 
 
 @contextmanager
-def rows_of_any_length(*, exact: bool) -> Iterator[None]:
-    """Trace attention inside for rows that are as long as they like, where the table says
-    ``blocks`` or ``buckets``. ``exact``: such that each row's result is, to the last bit, the same
-    whatever the others hold, as it is by kernels in any case."""
-    token = _mixed.set("even" if exact else "pages")
+def ragged_batches(*, exact: bool) -> Iterator[None]:
+    """Trace attention in this context for batches whose rows have very different lengths, where the
+    default would be ``blocks`` or ``buckets``.
+
+    ``exact``: the result of each row must not depend, to the last bit, on the other rows. Kernels
+    guarantee that in any case.
+    """
+    token = _ragged_path.set("even" if exact else "pages")
     try:
         yield
     finally:
-        _mixed.reset(token)
+        _ragged_path.reset(token)
 
 
-def path_of(name: str | None, policy: CachePolicy, queries: int) -> Path:
-    """The path of a name, or by the table for calls of so many queries a row.
+def select_path(name: str | None, policy: CachePolicy, queries: int) -> Path:
+    """The path with a name, or the default for ``queries`` queries per row.
 
     Raises:
       ValueError: if there is no such path.
     """
     if name is None:
         placement = policy.placement
-        return _first(by_table(placement.target(), placement.needs_tail, queries))
+        return _first(default_paths(placement.target(), placement.needs_tail, queries))
     if name not in PATHS:
-        raise ValueError(f"unknown attention path {name!r}: there are {', '.join(PATHS)}")
+        raise ValueError(f"unknown attention path {name!r}: choose from {', '.join(PATHS)}")
     return PATHS[name]
 
 
-def by_table(target: Target, needs_tail: bool, queries: int) -> tuple[str, ...]:
-    """The names of the paths for a target, a body that a placement keeps behind a tail or not, and
-    so many queries: the first that serves a call is taken."""
-    able = {None, *abilities(target)}
-    found = [
+def default_paths(target: Target, needs_tail: bool, queries: int) -> tuple[str, ...]:
+    """The names of the paths to try for a target, ``queries`` queries per row, and a placement that
+    keeps the body of a layer after a tail or does not."""
+    features = {None, *_features_of(target)}
+    paths = [
         path
-        for ability, behind, most, path in TABLE
-        if ability in able and behind in (None, needs_tail) and (most is None or queries <= most)
+        for feature, tail, most, path in TABLE
+        if feature in features and tail in (None, needs_tail) and (most is None or queries <= most)
     ]
-    # Kernels alone may not serve a call.
-    other = _mixed.get() or next(x for x in found if x != "pallas")
-    return (*itertools.takewhile("pallas".__eq__, found), other)
+    # Only kernels may not support the inputs.
+    fallback = _ragged_path.get() or next(path for path in paths if path != "pallas")
+    return (*itertools.takewhile("pallas".__eq__, paths), fallback)
+
+
+def _features_of(target: Target) -> set[str]:
+    """What a target supports."""
+    if target.platform == "cpu":
+        return {BRANCHES}
+    # A compiler that partitions the program among devices can't partition a kernel.
+    return {KERNELS} if kernels_for(target) and not has_auto_axes() else set()
 
 
 @functools.lru_cache(maxsize=16)
 def _first(names: tuple[str, ...]) -> Path:
-    """The first of some paths that serves a call."""
+    """The first of some paths that supports the inputs."""
     if len(names) == 1:
         return PATHS[names[0]]
 

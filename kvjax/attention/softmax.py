@@ -1,6 +1,6 @@
-"""The one softmax: over some of the keys, merged with that over others, and divided at the end.
+"""The online softmax: computed over parts of the keys, merged, and divided by its total at the end.
 
-Source: Milakov and Gimelshein, arXiv:1805.02867; Dao et al., arXiv:2205.14135.
+Source: Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, Dao et al., arXiv:2205.14135.
 """
 
 from collections.abc import Callable
@@ -9,26 +9,31 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.attention.mask import Mask
+from kvjax.cache.sections import Section
 from kvjax.core.typing import Array, AttentionOutput
 
 LOWEST = -2e38
-"""The score of what is not seen. Scores below half of it are taken for it."""
+"""The score of a key that is not seen. Scores below half of it count as not seen."""
 
 
 class Partial(NamedTuple):
-    """A softmax over some of the keys, float32: the ``highest`` score and the ``total`` of weights
-    [batch, kv_heads, rows], and the weighted sum of values, ``weighted`` [batch, kv_heads, rows,
-    head_dim]."""
+    """A softmax over some of the keys, in float32, not yet divided by its total.
+
+    ``highest``: the highest score, [batch, kv_heads, rows]. ``total``: the sum of the weights
+    ``exp(score - highest)``, same shape. ``weighted``: the weighted sum of the values, [batch,
+    kv_heads, rows, head_dim].
+    """
 
     highest: Array
     total: Array
     weighted: Array
 
     @classmethod
-    def of_none(cls, rows: Array) -> "Partial":
-        """Over no key, of rows of queries [batch, kv_heads, rows, head_dim]."""
-        nothing = jnp.zeros(rows.shape[:-1], jnp.float32)
-        return cls(nothing + LOWEST, nothing, jnp.zeros(rows.shape, jnp.float32))
+    def empty(cls, rows: Array) -> "Partial":
+        """The softmax over no keys, for query rows [batch, kv_heads, rows, head_dim]."""
+        zeros = jnp.zeros(rows.shape[:-1], jnp.float32)
+        return cls(zeros + LOWEST, zeros, jnp.zeros(rows.shape, jnp.float32))
 
     @classmethod
     def of(
@@ -36,51 +41,85 @@ class Partial(NamedTuple):
         scores: Array,
         seen: Array,
         weigh: Callable[[Array], Array],
-        after: "Partial | None" = None,
+        before: "Partial | None" = None,
     ) -> "Partial":
-        """Over the keys of ``scores``, and those of ``after``.
+        """The softmax over the keys of ``scores`` and those of ``before``.
 
         Args:
           scores: float32[batch, kv_heads, rows, keys].
-          seen: bool, the same shape: which of them count.
-          weigh: weights, in that shape, to the weighted sum of values.
-          after: the softmax over other keys, with which it is merged at no cost of its own.
+          seen: bool, the same shape: which keys count.
+          weigh: returns the weighted sum of the values for weights of that shape.
+          before: the softmax over other keys. Merging it here is cheaper than ``merge``.
         """
         scores = jnp.where(seen, scores, LOWEST)
-        # Never as low as what is not seen, whose weights are 0 then: no choice has to make them so.
+        # This is above LOWEST, so the weights of keys that are not seen are exactly 0.
         highest = jnp.maximum(lax.stop_gradient(scores).max(-1), LOWEST / 2)
-        if after is None:
+        if before is None:
             weights = jnp.exp(scores - highest[..., None])
             return cls(highest, weights.sum(-1), weigh(weights))
-        highest = jnp.maximum(after.highest, highest)
+        highest = jnp.maximum(before.highest, highest)
         weights = jnp.exp(scores - highest[..., None])
-        shrink = jnp.exp(after.highest - highest)
-        total = after.total * shrink + weights.sum(-1)
-        return cls(highest, total, after.weighted * shrink[..., None] + weigh(weights))
+        shrink = jnp.exp(before.highest - highest)
+        total = before.total * shrink + weights.sum(-1)
+        return cls(highest, total, before.weighted * shrink[..., None] + weigh(weights))
 
     def merge(self, other: "Partial") -> "Partial":
-        """Over the keys of both."""
+        """The softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         weighted = self.weighted * a[..., None] + other.weighted * b[..., None]
         return Partial(highest, self.total * a + other.total * b, weighted)
 
-    def joined(self, axis: int) -> "Partial":
-        """Of shares along an axis, over the keys of all."""
+    def merge_axis(self, axis: int) -> "Partial":
+        """Merge softmaxes over different keys along an axis."""
         shrink = jnp.exp(self.highest - self.highest.max(axis, keepdims=True))
         weighted = (self.weighted * shrink[..., None]).sum(axis)
         return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), weighted)
 
     def finish(self, queries: AttentionOutput, axis: str | None = None) -> AttentionOutput:
-        """The mixture, in the shape and dtype of the queries; zeros where none is seen.
+        """The attention output in the shape and dtype of ``queries``. Queries that see no key get
+        zeros.
 
-        ``axis``: of a mesh, along which devices have a share of the keys each.
+        ``axis``: the mesh axis along which devices have different keys; None if each has them all.
         """
         total, weighted = self.total, self.weighted
         if axis is not None:
             highest = lax.pmax(lax.stop_gradient(self.highest), axis)
             shrink = jnp.exp(self.highest - highest)
-            # Of few rows compilers make one collective of both.
+            # One psum, so that a compiler can combine both into one collective.
             total, weighted = lax.psum((total * shrink, weighted * shrink[..., None]), axis)
         weighted = weighted / jnp.where(total == 0, 1.0, total)[..., None]
         return weighted.reshape(queries.shape).astype(queries.dtype)
+
+
+def softmax_over(
+    section: Section,
+    mask: Mask,
+    rows: Array,
+    origin: Array,
+    size: int,
+    *,
+    start: Array | int = 0,
+    before: Partial | None = None,
+    whole: bool = False,
+) -> Partial:
+    """The softmax over ``size`` units of a section from ``origin`` on.
+
+    Args:
+      section, mask: the keys and values, and what queries see of them.
+      rows: query rows, see ``AttentionInputs.rows``.
+      origin, size: the units to read. Those before ``start`` do not count.
+      before: the softmax over other keys, to merge with.
+      whole: multiply the whole section in place, on a CPU. Values of empty slots are not masked.
+    """
+    positions = section.positions(origin + jnp.arange(size, dtype=jnp.int32), start)
+    keys, values = (section.keys, section.values) if whole else section.slice_units(origin, size)
+    products = section.scores(rows, keys, positions, long=whole)
+    scores, seen = mask.scores(products, positions, section)
+
+    def weigh(weights: Array) -> Array:
+        return section.weighted_values(
+            weights, values, None if whole else positions, rows.dtype.name
+        )
+
+    return Partial.of(scores, seen, weigh, before)

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from kvjax.attention.attending import attend
-from kvjax.attention.uncached import self_attend
+from kvjax.attention.attend import attend, self_attend
 from kvjax.cache.appending import advance, append, begin_append
 from kvjax.cache.checks import validated
 from kvjax.cache.explicit_axes import automatic_axes
@@ -79,8 +78,8 @@ class Step:
             return self_attend(queries, keys, values, rotary=rotary, **sight), self
         if keys is not None and values is not None:
             cache = append(cache, layer, keys, values, rotary=rotary)
-        mixed = attend(queries, cache, layer, rotary=rotary, **sight)
-        return mixed, replace(self, cache=_between_layers(cache))
+        output = attend(queries, cache, layer, rotary=rotary, **sight)
+        return output, replace(self, cache=_between_layers(cache))
 
     @automatic_axes
     def done(self) -> KVCache | None:
@@ -103,7 +102,7 @@ def _between_layers(cache: KVCache) -> KVCache:
     one were shown of a long call."""
     if cache.stacks is None:
         return cache
-    layers = tuple(replace(held, strip=None, strip_of=None) for held in cache.layers)
+    layers = tuple(replace(layer, strip=None, strip_of=None) for layer in cache.layers)
     return replace(cache, layers=layers)
 
 

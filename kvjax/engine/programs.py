@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Float, Int, UInt
 
-from kvjax.attention.paths import rows_of_any_length
+from kvjax.attention.paths import ragged_batches
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
@@ -192,7 +192,7 @@ def decode(
     def one(carry: Any) -> Any:
         step, context, progress, past, (tokens, scores) = carry
         now = active(step, progress)
-        with rows_of_any_length(exact=exact):
+        with ragged_batches(exact=exact):
             logits, context = context.forward(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from kvjax.attention.blocks import COARSE, NUMBERS, QUERIES
+from kvjax.attention.blocks import COARSE_BLOCK, MAX_KEY_NUMBERS, QUERY_CHUNK
 from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import INT32_MAX, as_int
@@ -176,8 +176,8 @@ def estimated_temporaries(
         kv_heads //= spread.heads
     attended = (heads + 2 * kv_heads) * head_dim
     activations = batch * new * (2 * config.hidden_size + max(3 * wide, 2 * attended)) * size
-    block = min(COARSE, NUMBERS // (batch * kv_heads * head_dim) or 1)
-    scores = batch * heads * min(new, QUERIES) * block * 4 * 2
+    block = min(COARSE_BLOCK, MAX_KEY_NUMBERS // (batch * kv_heads * head_dim) or 1)
+    scores = batch * heads * min(new, QUERY_CHUNK) * block * 4 * 2
     blocks = batch * kv_heads * block * head_dim * 4 * 2
     return activations + scores + blocks + batch * vocabulary * 4
 

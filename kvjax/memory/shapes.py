@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from kvjax.attention.attending import attend
+from kvjax.attention.attend import attend
 from kvjax.cache.appending import advance, append
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import contract_last

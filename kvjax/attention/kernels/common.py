@@ -108,7 +108,9 @@ class KernelInputs:
     def without_arrays(self) -> "KernelInputs":
         """The static settings alone, to be closed over by a kernel."""
         none = {"keys": None, "values": None, "cursors": (), "pages": None}
-        mask = replace(self.mask, queries=None, call=None if self.mask.call is None else True)
+        mask = replace(
+            self.mask, queries=None, call_start=None if self.mask.call_start is None else True
+        )
         return replace(self, section=replace(self.section, **none), mask=mask, queries=None)
 
     @property
@@ -152,7 +154,7 @@ class KernelInputs:
         end = (section.first + jnp.clip(units, 0, section.size)) * section.unit
         tiles = -(-end // tile)
         first = jnp.minimum(self._first_tile(tile), tiles)
-        cursors = [] if mask.call is None else [mask.call]
+        cursors = [] if mask.call_start is None else [mask.call_start]
         cursors = [x[:, None] for x in (*cursors, *section.cursors)]
         scalars = jnp.broadcast_arrays(first, tiles - first, *cursors)
         stacked = jnp.stack(scalars, axis=2).astype(jnp.int32)
@@ -183,15 +185,15 @@ class KernelInputs:
     def positions(self, slots: Array, scalars: list[Array]) -> Array:
         """The positions of slots; -1 for an empty slot. ``scalars``: from the third on."""
         section = self.section
-        cursors = scalars if self.mask.call is None else scalars[1:]
+        cursors = scalars if self.mask.call_start is None else scalars[1:]
         first = section.first * section.unit
         inside = (slots >= first) & (slots < first + section.size * section.unit)
         return jnp.where(inside, section.position_of(slots, *cursors), -1)
 
     def sees(self, queries: Array, positions: Array, scalars: list[Array]) -> Array:
         """Whether queries see positions."""
-        call = None if self.mask.call is None else scalars[0]
-        return self.mask.sees(queries, positions, call, self.section)
+        call_start = None if self.mask.call_start is None else scalars[0]
+        return self.mask.sees(queries, positions, call_start, self.section)
 
     def scores(self, products: Array) -> Array:
         """Scores from products of queries and keys."""
@@ -226,7 +228,7 @@ def merge_splits(
     ``outputs``: [batch, kv_heads * blocks, splits, rows of a block, ...].
     """
     batch, kv_heads, rows, _ = inputs.queries.shape
-    partial = outputs.joined(2) if splits > 1 else Partial(*(x[:, :, 0] for x in outputs))
+    partial = outputs.merge_axis(2) if splits > 1 else Partial(*(x[:, :, 0] for x in outputs))
     padded = blocks * partial.total.shape[2]
     partial = Partial(*(x.reshape(batch, kv_heads, padded, *x.shape[3:]) for x in partial))
     partial = Partial(*(x[:, :, :rows] for x in partial))
