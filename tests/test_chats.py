@@ -165,7 +165,7 @@ def test_drafts_change_no_answer(tiny_llama, tmp_path):
 @pytest.mark.parametrize("policy", ["static", "bits=4", RING, *RARE])
 def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkeypatch):
     """What is under way is taken back, or, where the cache can't forget so much, taken in."""
-    monkeypatch.setattr(streaming, "_PROMPT_SECONDS", 1e9)  # steps double each time
+    monkeypatch.setattr(streaming, "_FAST_SECONDS", 1e9)  # steps double each time
     chat = begun(spoken, policy, max_new_tokens=120)
     answer, shown = chat.send("a"), ""
     for _ in range(7):
@@ -279,7 +279,7 @@ def test_errors_keep_the_chat(byte_tokenizer):
 
 def test_stopped_streams(byte_tokenizer, monkeypatch):
     """Of several rows, with stop strings that are awaited, and before anything ran."""
-    monkeypatch.setattr(streaming, "_PROMPT_SECONDS", 1e9)
+    monkeypatch.setattr(streaming, "_FAST_SECONDS", 1e9)
     text = "ab\N{EURO SIGN}xSTOxxxxxx"
     lm = scripted("abcdefghijklm", text, tokenizer=byte_tokenizer)
     settings = {"max_new_tokens": 12, "stop": "STOP"}

@@ -1,4 +1,4 @@
-"""Text as it comes: a session's tokens as pieces, up to stop strings, and the whole result."""
+"""Run a generation as an iterator over pieces of text, up to stop strings, and its result."""
 
 import threading
 from abc import abstractmethod
@@ -32,48 +32,52 @@ from kvjax.generation.session import DecodeOutput, Session
 from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore, token_scores
 
-_WATCHED_STEPS = 32
-"""The most steps of a dispatch where somebody waits for its text."""
-_TOGETHER_STEPS = 8
-"""The same, where many processes run together."""
-_PROMPT_SECONDS, _SLOW_SECONDS = 0.05, 0.2
-"""A streamed dispatch that takes less grows, one that takes more shrinks."""
+_MAX_STREAMED_STEPS = 32
+"""The most steps of a dispatch if someone waits for its text, or if stop strings may end it."""
+_DISTRIBUTED_STEPS = 8
+"""Steps of a streamed dispatch if several processes run together."""
+_FAST_SECONDS, _SLOW_SECONDS = 0.05, 0.2
+"""A streamed dispatch that takes less time is followed by a longer one, a slower by a shorter."""
 
 
 class _DispatchSize:
-    """``steps``: of the next dispatch; ``watched``: somebody waits for text; ``stops``: there are
-    strings that end one, behind which steps are in vain; ``most``: steps of each, where it waits
-    for the one before, else None."""
+    """Chooses ``steps``, the number of decode steps of the next dispatch.
 
-    def __init__(self, *, watched: bool, stops: bool, most: int | None = None) -> None:
-        # Processes that run together do the same steps, whatever time each takes.
-        alone = jax.process_count() == 1
-        first = 1 if alone else _TOGETHER_STEPS
-        self.steps = first if watched else _WATCHED_STEPS if stops else MAX_STEPS
-        self._changes = watched and alone and most is None
-        self.steps = most or self.steps
+    Args:
+      watched: whether someone waits for the text. Dispatches then begin short and adapt.
+      stops: whether stop strings may end a row. Steps after a stop string are wasted.
+      fixed: steps of every dispatch; None if the number may change.
+    """
 
-    def took(self, seconds: float) -> None:
-        """Go by how long a dispatch took."""
-        if self._changes and seconds < _PROMPT_SECONDS:
-            self.steps = min(2 * self.steps, _WATCHED_STEPS)
-        elif self._changes and seconds > _SLOW_SECONDS:
+    def __init__(self, *, watched: bool, stops: bool, fixed: int | None = None) -> None:
+        # Processes that run together must take the same steps, so time can't decide.
+        single = jax.process_count() == 1
+        first = 1 if single else _DISTRIBUTED_STEPS
+        self.steps = first if watched else _MAX_STREAMED_STEPS if stops else MAX_STEPS
+        self._adaptive = watched and single and fixed is None
+        self.steps = fixed or self.steps
+
+    def update(self, seconds: float) -> None:
+        """Adapt to the time that a dispatch took."""
+        if self._adaptive and seconds < _FAST_SECONDS:
+            self.steps = min(2 * self.steps, _MAX_STREAMED_STEPS)
+        elif self._adaptive and seconds > _SLOW_SECONDS:
             self.steps = max(self.steps // 2, 1)
 
 
 class PieceIterator(Iterator[Piece]):
-    """Pieces of a session's text, and after the last one the ``result``; see ``stream``. Threads
-    that take a piece, or close it, wait for each other."""
+    """The base class of running generations: an iterator over pieces, with the ``result`` after
+    the last one. See ``stream``. Threads that share one take turns."""
 
-    def __init__(self, session: Session, given: bool) -> None:
-        self._running, self._given = session, given
+    def __init__(self, session: Session, cache_given: bool) -> None:
+        self._running, self._cache_given = session, cache_given
         self._result: GenerationResult | None = None
         self._pieces: Generator[Piece, None, None] = self._run()
         self._turn = threading.RLock()
 
     @abstractmethod
-    def _pieces_of_all(self) -> Iterator[Piece]:
-        """All of them; the last one behind ``_result``."""
+    def _generate_pieces(self) -> Iterator[Piece]:
+        """Yield all pieces. ``_result`` is set before the last one."""
 
     @without_mesh_context
     def __next__(self) -> Piece:
@@ -81,31 +85,37 @@ class PieceIterator(Iterator[Piece]):
             return next(self._pieces)
 
     def close(self) -> None:
-        """End it here: nothing more comes, and what a ``prefix_cache`` lent goes back."""
+        """End the iteration, and return leased pages to the prefix tree."""
         with self._turn:
             self._pieces.close()
 
     @property
     def result(self) -> GenerationResult:
-        """The whole result.
+        """The result of the generation.
 
         Raises:
           RuntimeError: before the last piece.
         """
         if self._result is None:
-            raise RuntimeError("the result is there after the last piece: iterate to the end")
+            raise RuntimeError("there is no result before the last piece: iterate to the end")
         return self._result
 
     def _run(self) -> Generator[Piece, None, None]:
         try:
-            with donation_errors(self._given):
-                yield from self._pieces_of_all()
+            with donation_errors(self._cache_given):
+                yield from self._generate_pieces()
         finally:
-            self._running.close(None)  # where it did not come to its end
+            self._running.close(None)  # has an effect only if the iteration was not completed
 
 
 class Stream(PieceIterator):
-    """A generation that runs as it is iterated over: see ``stream``."""
+    """A generation without a beam search. See ``stream``.
+
+    Args:
+      lm, request: the model and a checked request.
+      watched: whether someone waits for the text.
+      chunks: the prompts in chunks, if they are already on the device.
+    """
 
     def __init__(
         self,
@@ -119,8 +129,8 @@ class Stream(PieceIterator):
         self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        texts = request.row_sequences
-        guides = request.guides or [None] * len(texts)
+        sequences = request.row_sequences
+        guides = request.guides or [None] * len(sequences)
         self._rows = [
             RowText(
                 lm.tokenizer,
@@ -129,99 +139,102 @@ class Stream(PieceIterator):
                 least=request.min_new_tokens,
                 guided=guide is not None,
             )
-            for ids, guide in zip(texts, guides, strict=True)
+            for ids, guide in zip(sequences, guides, strict=True)
         ]
         for row in self._rows[request.rows :]:
             row.finish("padding")
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
-        most = self._session.max_steps
-        self._pace = _DispatchSize(watched=watched, stops=bool(request.stop), most=most)
+        fixed = self._session.max_steps
+        self._size = _DispatchSize(watched=watched, stops=bool(request.stop), fixed=fixed)
         self._speculation: Speculation | None = None
-        self._prefill_meter, self._decode_meter = Timer(), Timer()
+        self._prefill_timer, self._decode_timer = Timer(), Timer()
         self._stopping = False
-        super().__init__(self._session, given=request.cache is not None)
+        super().__init__(self._session, cache_given=request.cache is not None)
 
     def stop(self) -> None:
-        """Let it end, as soon as what runs on the device has come back: at what was given so far,
-        as if a stop string stood behind it, with the reason ``"stopped"``.
+        """End the generation as soon as the running dispatches have finished. The text ends where
+        the last piece ended; the stop reason is ``"stopped"``.
 
-        Iterate on: ``result`` is there after the last piece, which has no text but where the cache
-        could not forget what was under way (a ring or a tail, of many steps). A prompt that is
-        still being read stays unread from the next chunk on (``result.unfed``). It may be called
-        from another thread, or from a signal's handler; of processes that run together by all of
-        them, after the same piece.
+        Continue to iterate: the result is available after the last piece. That piece has text only
+        if the cache could not be rewound past the running dispatches (a ring or a tail, and many
+        steps). If prompts are still being prefilled, their remaining chunks are skipped, and
+        ``result.unfed`` has the skipped tokens. Other threads and signal handlers may call this. If
+        several processes run together, all must call it after the same piece.
         """
         self._stopping = True
 
-    def _pieces_of_all(self) -> Iterator[Piece]:
-        with self._prefill_meter.running():
-            self._session.start()
-            chunks, hits = self._chunks, self._session.prefix_hits
-            chunks = prompt_chunks(self._request, hits) if chunks is None else chunks
+    def _generate_pieces(self) -> Iterator[Piece]:
+        request, session = self._request, self._session
+        with self._prefill_timer.running():
+            session.start()
+            chunks = self._chunks
+            chunks = prompt_chunks(request, session.prefix_hits) if chunks is None else chunks
             for number, chunk in enumerate(chunks, 1):
-                if self._stopping and self._request.can_stop_early:
+                if self._stopping and request.can_stop_early:
                     self._finish("stopped")
                     break
-                self._session.make_room(chunk.cache_len)
-                self._session.prefill(chunk)
-                report_progress("reading the prompt", number, len(chunks), self._session.logits)
+                session.make_room(chunk.cache_len)
+                session.prefill(chunk)
+                report_progress("reading the prompt", number, len(chunks), session.logits)
             else:
-                self._absorb(self._session.begin())
-        dispatched = 1
-        longest = self._request.positions - self._request.max_new_tokens
-        flying: deque[DecodeOutput] = deque()
-        # One dispatch ahead, the device works while the host decodes text. Its loop ends at once
-        # if all rows are done by then; but only the host sees stop strings.
-        singly = self._session.max_steps is not None
-        ahead = 1 if self._request.stop or singly else 2
+                self._collect(session.begin())
+        dispatched, limit = 1, request.max_new_tokens
+        prompt_positions = request.positions - limit
+        in_flight: deque[DecodeOutput] = deque()
+        # With a second dispatch in flight, the device works while the host decodes text. Only the
+        # host sees stop strings, so there is no second one if there are any.
+        one_by_one = session.max_steps is not None
+        depth = 1 if request.stop or one_by_one else 2
         while any(row.reason is None for row in self._rows):
             yield self._piece()
             if self._stopping:
-                self._cut(flying)
+                self._cut(in_flight)
                 break
-            before = self._decode_meter.seconds
-            with self._decode_meter.running():
-                while len(flying) < ahead and dispatched < self._request.max_new_tokens:
-                    left = self._request.max_new_tokens - dispatched
-                    steps = min(self._pace.steps, left, self._revocable())
+            before = self._decode_timer.seconds
+            with self._decode_timer.running():
+                while len(in_flight) < depth and dispatched < limit:
+                    steps = min(self._size.steps, limit - dispatched, self._rewindable_steps())
                     reached = max(dispatched, int(self._counts.max())) + steps
-                    self._session.make_room(longest + min(reached, self._request.max_new_tokens))
-                    steps = min(steps, self._revocable())  # a layer with a tail forgets less
+                    session.make_room(prompt_positions + min(reached, limit))
+                    # A layer that has moved to the host has a tail, which limits rewinding.
+                    steps = min(steps, self._rewindable_steps())
                     dispatched += steps
                     halt = np.array([row.reason is not None for row in self._rows])
-                    flying.append(self._session.decode(np.int32(steps), halt))
-                self._absorb(flying.popleft())
-            if singly:
-                dispatched = self._least()
-            report_progress("generating", int(self._counts.max()), self._request.max_new_tokens)
-            self._pace.took(self._decode_meter.seconds - before)
-        with self._decode_meter.running():
-            unfed = self._settle()
-        asked = self._rows[: self._request.rows]
-        texts = self._texts([row.text for row in asked])
-        tokens = [row.tokens for row in asked]
-        cache: Any = self._session.cache if self._request.prefix_cache is None else None
-        cache = to_explicit_mesh(cache, self._request.home)
-        both = zip(self._request.row_prompts, self._rows, strict=True)
-        self._session.close([prompt + row.tokens for prompt, row in both])
-        result = GenerationResult(
-            texts,
-            tokens,
-            self._stats(),
-            cache,
-            unfed[: len(asked)],
-            self._logprobs([slice(len(row.tokens)) for row in asked]),
-            guides=None if (guides := self._request.guides) is None else guides[: len(asked)],
-        )
-        if self._request.padded:
-            limit, scores = self._request.max_new_tokens, self._request.logprobs
-            result = pad_result(result, limit, self._padding, scores)
-        self._result = result
+                    in_flight.append(session.decode(np.int32(steps), halt))
+                self._collect(in_flight.popleft())
+            if one_by_one:
+                dispatched = self._min_count()
+            report_progress("generating", int(self._counts.max()), limit)
+            self._size.update(self._decode_timer.seconds - before)
+        with self._decode_timer.running():
+            unfed = self._rewind_to_text()
+        self._result = self._make_result(unfed)
         yield self._piece()
 
-    def _revocable(self) -> int:
-        """Steps after which a stop string can still be taken back from a ring or a tail."""
+    def _make_result(self, unfed: list[list[int]]) -> GenerationResult:
+        """Close the session, and return the result."""
+        request = self._request
+        rows = self._rows[: request.rows]
+        cache: Any = self._session.cache if request.prefix_cache is None else None
+        cache = to_explicit_mesh(cache, request.home)
+        prompts = zip(request.row_prompts, self._rows, strict=True)
+        self._session.close([prompt + row.tokens for prompt, row in prompts])
+        result = GenerationResult(
+            self._texts([row.text for row in rows]),
+            [row.tokens for row in rows],
+            self._stats(),
+            cache,
+            unfed[: len(rows)],
+            self._logprobs([slice(len(row.tokens)) for row in rows]),
+            guides=None if request.guides is None else request.guides[: len(rows)],
+        )
+        if request.padded:
+            return pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
+        return result
+
+    def _rewindable_steps(self) -> int:
+        """The most steps that can be undone if a stop string ends a row."""
         cache = self._session.cache
         if not self._request.stop or cache is None or cache.max_rewind is None:
             return MAX_STEPS
@@ -229,36 +242,36 @@ class Stream(PieceIterator):
         left = cache.max_rewind - (0 if proposer is None else proposer.length)
         return max(1, left + 1 - max(row.pending for row in self._rows))
 
-    def _cut(self, flying: Sequence[DecodeOutput]) -> None:
-        """End the rows where their pieces end; or, where the cache can't forget what it has been
-        fed since, behind that."""
-        with self._decode_meter.running():
-            count = flying[-1][1].count if flying else self._counts
+    def _cut(self, in_flight: Sequence[DecodeOutput]) -> None:
+        """End the rows where their last pieces ended; if the cache can't be rewound that far, after
+        the dispatches in flight."""
+        with self._decode_timer.running():
+            count = in_flight[-1].progress.count if in_flight else self._counts
             if self._session.can_rewind(fetch(count) - 1 - [row.num_taken for row in self._rows]):
                 for row in self._rows:
                     row.cut()
-            for report in flying:
-                self._absorb(report)
+            for output in in_flight:
+                self._collect(output)
             self._finish("stopped")
 
-    def _least(self) -> int:
-        """New tokens of a row that goes on, at least."""
-        live = [row.reason is None for row in self._rows]
-        return int(self._counts[live].min(initial=self._request.max_new_tokens))
+    def _min_count(self) -> int:
+        """The fewest new tokens of an unfinished row."""
+        unfinished = [row.reason is None for row in self._rows]
+        return int(self._counts[unfinished].min(initial=self._request.max_new_tokens))
 
     def _finish(self, reason: str) -> None:
         for row in self._rows:
             row.finish(reason)
 
-    def _absorb(self, report: DecodeOutput) -> None:
-        """Wait for a dispatch, and take its tokens in.
+    def _collect(self, output: DecodeOutput) -> None:
+        """Wait for a dispatch, and append its tokens to the rows.
 
         Raises:
-          NonFiniteError: if a row's logits were not finite numbers.
+          NonFiniteError: if a row's logits were not finite.
         """
-        out, progress, scores, drafted = fetch(report)
-        if drafted is not None:
-            self._speculation = speculation_stats(drafted, progress.count, self._request.rows)
+        tokens, progress, scores, acceptance = fetch(output)
+        if acceptance is not None:
+            self._speculation = speculation_stats(acceptance, progress.count, self._request.rows)
         if progress.broken.any():
             rows = ", ".join(str(row) for row in np.flatnonzero(progress.broken))
             raise NonFiniteError(
@@ -267,7 +280,7 @@ class Stream(PieceIterator):
             )
         for i, row in enumerate(self._rows):
             new = int(progress.count[i] - self._counts[i])
-            for token in out[i, :new].tolist():
+            for token in tokens[i, :new].tolist():
                 row.push(token)
             if self._request.logprobs is not None:
                 self._scores[i] += token_scores(scores, i, 0, new, self._request.logprobs)
@@ -275,17 +288,17 @@ class Stream(PieceIterator):
                 row.finish("eos" if row.tokens[-1] in self._request.eos_token_ids else "length")
         self._counts = progress.count
 
-    def _settle(self) -> list[list[int]]:
-        """Take back what a stop string took from the texts; each row's tokens that the cache
-        lacks."""
+    def _rewind_to_text(self) -> list[list[int]]:
+        """Remove tokens after stop strings from the cache. Returns the tokens of each row that the
+        cache does not contain."""
         kept = np.array([len(row.tokens) for row in self._rows], np.int32)
         unfed = [
-            row.tokens[-1:] if whole else []
-            for row, whole in zip(self._rows, kept == self._counts, strict=True)
+            row.tokens[-1:] if complete else []
+            for row, complete in zip(self._rows, kept == self._counts, strict=True)
         ]
-        if not self._counts.any():  # stopped before the prompts had been read
-            both = zip(self._request.prompts, self._session.prefilled, strict=True)
-            unfed = [prompt[held:] for prompt, held in both]
+        if not self._counts.any():  # stopped before the prompts were prefilled
+            prompts = zip(self._request.prompts, self._session.prefilled, strict=True)
+            unfed = [prompt[length:] for prompt, length in prompts]
         self._session.check()
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
@@ -293,14 +306,14 @@ class Stream(PieceIterator):
         return unfed
 
     def _piece(self) -> Piece:
-        asked = self._rows[: self._request.rows]
-        before, taken = [row.num_taken for row in asked], [row.take() for row in asked]
+        rows = self._rows[: self._request.rows]
+        starts, taken = [row.num_taken for row in rows], [row.take() for row in rows]
         text, tokens = self._texts([text for text, _ in taken]), [tokens for _, tokens in taken]
-        spans = [slice(start, row.num_taken) for start, row in zip(before, asked, strict=True)]
+        spans = [slice(start, row.num_taken) for start, row in zip(starts, rows, strict=True)]
         return Piece(text, tokens, self._stats(), self._logprobs(spans))
 
     def _logprobs(self, spans: list[slice]) -> list[list[TokenScore]] | None:
-        """Of the rows' tokens from one to another."""
+        """The scores of each row's tokens in a span."""
         if self._request.logprobs is None:
             return None
         return [scores[span] for scores, span in zip(self._scores, spans, strict=False)]
@@ -309,25 +322,24 @@ class Stream(PieceIterator):
         return texts if self._has_text else None
 
     def _stats(self) -> GenerationStats:
-        prefill, decode = self._prefill_meter, self._decode_meter
-        rows = self._request.rows
-        decoded = int(self._counts[:rows].sum()) - rows
-        fed = map(len, self._request.row_prompts)
-        start = np.repeat(self._request.cache_lengths, self._request.samples).tolist()
-        texts = zip(start, fed, self._rows, strict=True)
-        longest = max(held + new + len(row.tokens) for held, new, row in texts)
+        request, session = self._request, self._session
+        prefill, decode = self._prefill_timer, self._decode_timer
+        decoded = int(self._counts[: request.rows].sum()) - request.rows
+        cached = np.repeat(request.cache_lengths, request.samples).tolist()
+        rows = zip(cached, request.row_prompts, self._rows, strict=True)
+        longest = max(length + len(prompt) + len(row.tokens) for length, prompt, row in rows)
         return GenerationStats(
-            prompt_tokens=sum(map(len, self._request.encoder_tokens or self._request.prompts)),
+            prompt_tokens=sum(map(len, request.encoder_tokens or request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
             compile_seconds=prefill.compile_seconds + decode.compile_seconds,
             prefill_seconds=prefill.seconds,
             decode_seconds=decode.seconds,
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
-            cache_bytes=dict(self._session.cache_bytes),
+            cache_bytes=dict(session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
-            stop_reasons=tuple(row.reason for row in self._rows[:rows]),
-            beyond_context=beyond_context(self._config, self._session.reach(longest)),
-            moves=tuple(self._session.moves),
-            cached_tokens=int(self._session.prefix_hits.sum()),
+            stop_reasons=tuple(row.reason for row in self._rows[: request.rows]),
+            beyond_context=beyond_context(self._config, session.reach(longest)),
+            moves=tuple(session.moves),
+            cached_tokens=int(session.prefix_hits.sum()),
             speculation=self._speculation,
         )

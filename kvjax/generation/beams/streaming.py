@@ -66,9 +66,9 @@ class BeamStream(PieceIterator):
         self._history = History(request.samples)
         self._state: Any = None
         self._prefill_meter, self._decode_meter = Timer(), Timer()
-        super().__init__(self._session, given=request.cache is not None)
+        super().__init__(self._session, cache_given=request.cache is not None)
 
-    def _pieces_of_all(self) -> Iterator[Piece]:
+    def _generate_pieces(self) -> Iterator[Piece]:
         request = self._request
         with self._prefill_meter.running():
             self._session.start()
@@ -155,7 +155,7 @@ class BeamStream(PieceIterator):
             guides=final_guides(self._session.lm, request, [row.tokens for row in self._rows]),
             sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
         )
-        if request.pad_result:
+        if request.padded:
             result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
