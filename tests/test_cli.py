@@ -487,7 +487,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--device", "v5e", "--cache", "auto"): "with --device give what it chooses among",
         ("--device", "v5e", "--mesh", "auto"): "--mesh auto goes by the devices that are here",
         ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: --max-len, perhaps",
-        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: two policies are given",
+        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: give two policies",
         ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: two",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is not a size",

@@ -317,7 +317,7 @@ def test_the_textbooks_absmax():
         (lambda: Int4().empty((1, 1, 1, 8, 8)), "has no dtype for its scales yet"),
         (lambda: kvjax.CachePolicy(keys=Int4(), block=12), "block=12: packed codes need"),
         (lambda: kvjax.CachePolicy(keys=Int4(), recent=-1), "recent must be a"),
-        (lambda: kvjax.CachePolicy(prefill="raw"), "prefill='raw': there are 'sight' and 'exact'"),
+        (lambda: kvjax.CachePolicy(prefill="raw"), "prefill='raw': use 'sight' or 'exact'"),
         (lambda: kvjax.CachePolicy(keys=Int4), "keys of a CachePolicy is <function Int4"),
         (lambda: kvjax.codecs.quantize_kv(*[np.zeros((2, 3, 0, 8), np.float32)] * 2, Int8()),
          r"are \[batch, kv_heads, tokens, head_dim\], got \[2, 3, 0, 8\]"),

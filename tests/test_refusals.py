@@ -202,7 +202,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "slots in parts": "ValueError: max_len must be an integer >= 1, got 8.0",
         "growing down": "ValueError: grows_to must be an integer >= 8, got 4",
         "a layout alone": "ValueError: a policy, its name or a list of policies is needed, not "
-        "a Ring; a layout alone goes into CachePolicy(layout)",
+        "a Ring; make a layout into a policy with CachePolicy(layout)",
         "layouts in a list": "ValueError: the policy of layer 0 must be a CachePolicy, not a Ring",
         "names in a list are fine": "accepted",
         "a hybrid in a list": "ValueError: the policy of layer 1 must be a CachePolicy, not a "
@@ -212,7 +212,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "a name for a codec": "ValueError: keys of a CachePolicy is 'bfloat16': give an "
         "object, such as Raw(dtype=None, as_bits=False)",
         "no policy": "ValueError: a policy, its name or a list of policies is needed, not a "
-        "NoneType; a layout alone goes into CachePolicy(layout)",
+        "NoneType; make a layout into a policy with CachePolicy(layout)",
         "a window in parts": "ValueError: window must be an integer >= 1, got 2.5",
         "other rows": "ValueError: queries [batch, heads, new, head_dim] [3, 4, 1, 16] do not "
         "fit keys with batch=2, kv_heads=2, head_dim=16",

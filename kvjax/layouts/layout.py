@@ -196,8 +196,8 @@ class Layout(LayoutSpec):
           missing: the slots whose tokens are not available.
 
         Returns:
-          The ``written`` that makes ``positions`` report those slots as empty, and the rows for
-          which there is none, because their queries see a missing token.
+          The ``written`` that makes ``positions`` report those slots as empty, and a mask of the
+          rows for which that is impossible, because their queries see a missing token.
         """
         return length, jnp.any(missing, axis=1)
 

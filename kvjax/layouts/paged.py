@@ -229,8 +229,8 @@ class Paged(Layout):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """As if up to ``slack`` more tokens had been written and rewound, which pushed the missing
-        ones out of what is kept."""
+        """As if up to ``slack`` more tokens had been written and rewound, so that the row no
+        longer keeps the missing ones."""
         if self.window is None:
             return super().hiding(length, positions, missing)
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)

@@ -40,9 +40,8 @@ class Ring(Layout):
     nothing that its own queries see, and ``slack`` tokens can be rewound. By default the largest of
     16, a block where codecs encode blocks, and an eighth of the window.
 
-    ``max_len``: rows of at most so many tokens need fewer slots than window and slack; None if it
-    saves nothing. ``grows_to``: how far ``kvjax.generate`` may raise ``max_len``, None for not at
-    all.
+    ``max_len``: tokens that a row can hold, if that needs fewer slots than window and slack; None
+    if not. ``grows_to``: how far ``kvjax.generate`` may raise ``max_len``, None for not at all.
     """
 
     window: int | None = None

@@ -75,13 +75,13 @@ class LayoutSlice:
 
 
 def split_slots(layout: Layout, shard: Shard) -> LayoutSlice:
-    """The slots of one shard, where each device stores its own."""
+    """The slots of one shard, if each device stores only its own."""
     slots = layout.slots // shard.count
     return LayoutSlice(layout, slots, shard.index * slots)
 
 
 def mask_slots(layout: Layout, shard: Shard) -> LayoutSlice:
-    """All slots, of which only one shard counts, where every device stores all."""
+    """The slots of one shard, if every device stores all slots."""
     slots = -(-layout.slots // shard.count)
     return LayoutSlice(layout, layout.slots, 0, shard.index * slots, (shard.index + 1) * slots)
 

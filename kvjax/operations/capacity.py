@@ -177,7 +177,7 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
 def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
     """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
     conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
-    slots, wider = layer.policy.marked, replace(layer.policy, layout=layout).marked
+    slots, wider = layer.policy.mark_base, replace(layer.policy, layout=layout).mark_base
     return jnp.where(written > slots, written + wider - slots, written)
 
 

@@ -54,7 +54,7 @@ class PageAllocator:
 
     ``table``: int32[rows, columns], the page in each column of a row, -1 for none. ``refs``:
     int32[pages], how many rows hold each page, plus one for each ``retain``. ``stack``:
-    int32[pages], of which the first ``left`` are the free pages. ``left``: int32[1]; on a mesh
+    int32[pages], whose first ``left`` entries are the free pages. ``left``: int32[1]; on a mesh
     int32[shares], one for each shard of the rows, which has its own pages, numbered from 0.
 
     No page has two writers: rows only write after their last token, and a shared page is copied
@@ -147,7 +147,7 @@ class PageAllocator:
         return replace(before, table=table, refs=refs, left=left), had
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
-        """Take pages for those of a row's first ``pages`` columns that have none.
+        """Take pages for a row's first ``pages`` columns, where they have none.
 
         Returns:
           The allocator, and bool[], whether the row has all these pages. If not, it took none.
@@ -244,8 +244,8 @@ class PageAllocator:
         return page, valid & (others | earlier)
 
     def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
-        """The rows of this allocator followed by those of others, which have the ``same`` pool, or
-        pools that are concatenated."""
+        """Concatenate the rows of several allocators. They have the ``same`` pool, or their pools
+        are concatenated as well."""
         every = [self, *others]
         held = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
         if same:
@@ -265,7 +265,7 @@ class PageAllocator:
         return PageAllocator(jnp.concatenate(tables), refs, stack, left)
 
     def grown(self, pages: int, columns: int) -> "PageAllocator":
-        """Grow to ``pages`` pages, of which the new ones are free, and ``columns`` columns."""
+        """Grow to ``pages`` pages and ``columns`` columns. The new pages are free."""
         shares, more = len(self.left), pages - self.pages
         own = self.pages // shares
         fresh = jnp.tile(jnp.arange(own, pages // shares, dtype=jnp.int32), (shares, 1))
@@ -287,7 +287,7 @@ class PageAllocator:
         return jnp.where(wanted, page, -1), self.left - count[-1]
 
     def _pushed(self, refs: Array, pages: Array, freed: Array) -> "PageAllocator":
-        """With ``refs``, and with those of ``pages`` on the stack that are ``freed``, bool[n]."""
+        """Set ``refs``, and push the ``freed`` pages, a mask bool[n] of ``pages``, on the stack."""
         count = jnp.cumsum(freed, dtype=jnp.int32)
         at = jnp.where(freed, self.left[0] + count - 1, self.pages)
         stack = self.stack.at[at].set(pages, mode="drop")

@@ -127,7 +127,7 @@ def check_placement(placement: Any) -> Device:
 
 
 def on_device_of(array: jax.Array) -> Any:
-    """A context whose default device is that of ``array``, if it is on one device."""
+    """A context in which ``array``'s device is the default, if it is on one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
 

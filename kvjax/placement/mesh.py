@@ -170,7 +170,7 @@ class MeshSharding:
         return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in real))
 
     def sharding(self, spec: PartitionSpec, kind: str | None = None) -> NamedSharding:
-        """The sharding for a spec, in a kind of memory, by default that of the devices."""
+        """The sharding for a spec, in a kind of memory, by default the devices' own."""
         if kind is None and isinstance(self.mesh, Mesh):
             device, *_ = self.mesh.local_devices or self.mesh.devices.flat
             kind = default_memory_kind(device)
@@ -255,7 +255,7 @@ class MeshSharding:
             return mapped(*args)
         self.check_context()
         mesh = self.mesh if isinstance(self.mesh, AbstractMesh) else self.mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(mesh):  # its axes are those of the specs
+        with jax.sharding.use_abstract_mesh(mesh):  # the specs name its axes
             return mapped(*args)
 
     def index(self, axis: str) -> Any:

@@ -35,7 +35,7 @@ def read_pages(
       table: int32[batch, columns], the pages of each row.
       page: units per page.
       start, size: a part of one page, or whole pages; units count through the columns.
-      layer: int32[], the layer, if the arrays are those of a stack, [layers, pages, ...].
+      layer: int32[], the layer, if the arrays belong to a stack, [layers, pages, ...].
     """
     count = max(size // page, 1)
     column = lax.dynamic_slice_in_dim(table, start // page, count, axis=1)

@@ -37,7 +37,7 @@ def write_rows(
       order: the order of ``into``.
       table: int32[batch, columns], the pages of each row, if ``into`` is an array of pages. Units
         for a page that does not exist are dropped.
-      layer: int32[], the layer, if ``into`` is that of a stack, [layers, batch, ...].
+      layer: int32[], the layer, if ``into`` belongs to a stack, [layers, batch, ...].
     """
     platform, scatters = current_platform(), table is not None or layer is not None
     in_place = jax_0_10_indexes_in_place(platform) and jax_0_8_scatters_in_place(platform)
@@ -115,7 +115,7 @@ def _row_by_row(
     placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` in a loop over rows. ``placement``: that of ``into``, if it is in host memory;
+    """``write_rows`` in a loop over rows. ``placement``: given if ``into`` is in host memory;
     then nothing is transferred if no row has anything to write. ``copy``: the updated copy of
     ``into`` on the device."""
     moved: Any = () if placement is None else (placement.near, placement.far, copy)
@@ -225,7 +225,7 @@ def _skipped(run: Run, count: PerRow) -> PerRow:
 def _window(
     run: Run, x: Array, start: Array, skip: Array, count: Array
 ) -> tuple[Array, Array, Array]:
-    """The first slot to write, the new content from there on, and a mask of what is real in it.
+    """The first slot to write, the new content from there on, and a mask of the real tokens in it.
 
     ``dynamic_update_slice`` would clamp the start of a chunk whose padding reaches past the end,
     and so write its real tokens to lower slots. Here the window is moved to where it fits, and the

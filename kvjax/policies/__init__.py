@@ -1,1 +1,1 @@
-"""The product of layout, codecs and placement, by name; what is asked of a model's config."""
+"""Cache policies, and what they need from a model's config."""

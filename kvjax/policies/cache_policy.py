@@ -1,4 +1,4 @@
-"""A cache policy: one layout, a codec for keys and one for values, and one placement."""
+"""A cache policy: one layout, one codec each for keys and values, and one placement."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -14,15 +14,15 @@ from kvjax.policies.model_config import layer_windows
 
 @dataclass(frozen=True)
 class CachePolicy:
-    """How a layer's cache is laid out, stored and placed: three choices that do not interfere.
+    """How the cache of a layer is laid out, encoded and placed: three independent choices.
 
-    Where a codec encodes whole blocks, the newest tokens stand before them in a raw tail: the
-    query at position ``p`` sees its own block of ``block`` tokens and the ``recent`` blocks before
-    it raw, and everything older through the codec, however the text was cut into calls. With
-    ``prefill="exact"`` a call sees all of its own tokens raw, as in Transformers and KIVI, and its
-    logits depend on the cut.
+    If a codec encodes whole blocks, the newest tokens are first kept in a raw tail. The query at
+    position ``p`` sees its own block of ``block`` tokens and the ``recent`` blocks before it raw,
+    and everything older through the codec, no matter how the tokens are divided into calls. With
+    ``prefill="exact"`` the queries of a call see all of its own tokens raw, as in Transformers and
+    KIVI; the logits then depend on that division.
 
-    ``raw``: the codecs of the tail's keys and values; ``resolve`` sets them, None without a tail.
+    ``raw``: the codecs of the tail's keys and values, which ``resolve`` sets; None without a tail.
     """
 
     layout: Any = field(default_factory=Dense)
@@ -35,38 +35,36 @@ class CachePolicy:
     raw: tuple[Raw, Raw] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        parts = {
-            "layout": "resolve", "keys": "blockwise", "values": "blockwise", "placement": "put",
-        }  # fmt: skip
-        for part, needed in parts.items():
-            given = getattr(self, part)
-            if isinstance(given, type) or not hasattr(given, needed):
+        members = dict(layout="resolve", keys="blockwise", values="blockwise", placement="put")
+        for part, member in members.items():
+            value = getattr(self, part)
+            if isinstance(value, type) or not hasattr(value, member):
                 raise ValueError(
-                    f"{part} of a CachePolicy is {given!r}: give an object, such as "
+                    f"{part} of a CachePolicy is {value!r}: give an object, such as "
                     f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
                 )
         normalize_int_field(self, "recent", 0)
         if normalize_int_field(self, "block", 1) % MULTIPLE:
             raise ValueError(f"block={self.block}: packed codes need a multiple of {MULTIPLE}")
         if self.prefill not in ("sight", "exact"):
-            raise ValueError(f"prefill={self.prefill!r}: there are 'sight' and 'exact'")
+            raise ValueError(f"prefill={self.prefill!r}: use 'sight' or 'exact'")
 
     @property
     def has_tail(self) -> bool:
-        """Whether tokens stand in a raw tail before they are encoded, or moved, in blocks."""
+        """Whether tokens are kept in a raw tail before they are encoded, or moved, in blocks."""
         return self.keys.blockwise or self.values.blockwise or self.placement.needs_tail
 
     @property
-    def marked(self) -> int:
-        """Slots of a layout beyond which ``written`` tells what a conversion did not have; of pages
-        the same in any."""
+    def mark_base(self) -> int:
+        """If ``written`` is above this, it also marks tokens that a conversion could not supply;
+        see ``Layout.hiding``."""
         if paged(self.layout):
             return 0
         return self.layout.slots if self.has_tail else self.stored_layout.slots
 
     @property
     def unit(self) -> int:
-        """Tokens of a unit of what the codecs keep, on axis 2."""
+        """Tokens per unit of the body's arrays: a block with a tail, else 1."""
         return self.block if self.has_tail else 1
 
     def subblocks(self, head_dim: int) -> int:
@@ -74,31 +72,32 @@ class CachePolicy:
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
-        """In which order the arrays of keys and of values are kept: pytrees like their stores."""
+        """The orders in which arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, spread = placement.needs_tail, placement.spread
-        apart = spread is not None and spread.heads > 1
-        settings = block, head_dim, self.subblocks(head_dim), kv_heads if far else None, apart
+        heads_divided = spread is not None and spread.heads > 1
+        heads = kv_heads if far else None
+        settings = block, head_dim, self.subblocks(head_dim), heads, heads_divided
         platform = placement.platform()
-        first, second = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
-        return first, second
+        keys, values = (orders_of(platform, x, *settings) for x in (self.keys, self.values))
+        return keys, values
 
     @property
     def grain(self) -> int:
-        """Of what the slots are a multiple, where the placement's arrays are."""
+        """The number of slots is a multiple of this on the placement's platform."""
         return slot_alignment(self.placement.platform())
 
     @property
     def split(self) -> Split:
-        """Which tokens stand in the tail, and which in the body; of a policy that has a tail."""
+        """How tokens are divided between tail and body, for a policy with a tail."""
         blocks = block_alignment(self.placement.platform(), self.layout.slots, self.block)
         parts = self.placement.parts * blocks
         return Split(self.layout, self.block, self.recent, parts, self.grain)
 
     @property
     def stored_layout(self) -> Layout:
-        """The layout of what the codecs keep: of tokens, or behind a tail of blocks; with a few
-        more where that many devices can't have the same number each."""
+        """The layout of the arrays that the codecs fill: of tokens, or of blocks if there is a
+        tail. Slots are rounded up so that devices have the same number."""
         if paged(self.layout) and self.placement.parts > 1:
             raise ValueError(
                 "pages can't be divided along sequence: give the mesh data and tensor alone, or a "
@@ -111,28 +110,29 @@ class CachePolicy:
 
     @property
     def page_group(self) -> PageGroup | None:
-        """By which tables its slots are found, where they are in pages."""
+        """What layers that share a page table have in common; None if slots are not in pages."""
         layout = paged(self.layout) and paged(self.stored_layout)
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
     def storage_key(self) -> Any:
-        """What tells whether rows of two policies go on alike, their layouts aside: the codecs,
-        and, where they encode blocks, what queries see through them."""
+        """Equal for policies that store the same numbers, under any layout: the codecs, and
+        for blockwise codecs also which tokens queries see raw."""
         blockwise = self.keys.blockwise or self.values.blockwise
         sight = (self.block, self.recent, self.prefill) if blockwise else None
         return self.keys, self.values, sight
 
     @property
     def max_rewind(self) -> int | None:
-        """How many of its newest tokens a row can forget at any time; None for all."""
+        """How many of its newest tokens a row can always forget; None for all."""
         own = None if self.layout.chunk is None else self.layout.chunk - 1
         if not self.has_tail:
             return own
         return self.block if own is None else min(self.block, own)
 
     def rewindable(self, length: Any, written: Any) -> Any:
-        """int32[batch]: how many of its newest tokens each row can forget now."""
+        """int32[batch]: how many of its newest tokens each row can forget; see
+        ``Layout.rewindable``."""
         return (self.split if self.has_tail else self.layout).rewindable(length, written)
 
     def resolve(
@@ -145,65 +145,71 @@ class CachePolicy:
         initial_len: int | None = None,
         rows: int = 1,
     ) -> "CachePolicy":
-        """Fix what was left open: from the capacity, the layer's own window, the model's dtype
-        (``values_dtype`` where values have another), the platform, and how many rows there are."""
+        """The policy of one layer, with nothing left open.
+
+        Args:
+          max_len, window, initial_len: see ``LayoutSpec.resolve``.
+          model_dtype: the dtype of keys and values, unless the codecs have their own.
+          values_dtype: the dtype of values, if it differs.
+          rows: rows of the cache.
+        """
         platform = self.placement.platform()
-        back = max(16, self.block) if self.has_tail else 16
-        layout: Layout = self.layout.resolve(max_len, window, initial_len, back)
+        min_rewind = max(16, self.block) if self.has_tail else 16
+        layout: Layout = self.layout.resolve(max_len, window, initial_len, min_rewind)
         keys = self.keys.resolve(model_dtype, platform)
         values = self.values.resolve(values_dtype or model_dtype, platform)
-        place = self.placement.with_target()
-        fixed = replace(self, layout=layout, keys=keys, values=values, placement=place)._with_raw()
-        return fixed.with_pool(rows)
+        placement = self.placement.with_target()
+        resolved = replace(self, layout=layout, keys=keys, values=values, placement=placement)
+        return resolved._with_raw().with_pool(rows)
 
     def with_pool(self, rows: int) -> "CachePolicy":
-        """With a pool for so many rows, where its slots are in pages; resolved but for that."""
+        """With a pool for ``rows`` rows, if slots are in pages. The rest must be resolved."""
         layout, spread, page_group = paged(self.layout), self.placement.spread, self.page_group
         if layout is None or page_group is None:
             return self
         pages = rows * page_group.layout.columns if layout.pages is None else layout.pages
-        pages = max(pages, layout.pool or 0)  # one that rows have joined, or left
-        shares = 1 if spread is None else spread.rows
-        return replace(self, layout=replace(layout, pool=pages + -pages % shares))
+        pages = max(pages, layout.pool or 0)  # pools never shrink
+        shards = 1 if spread is None else spread.rows
+        return replace(self, layout=replace(layout, pool=pages + -pages % shards))
 
     def with_placement(self, placement: Device) -> "CachePolicy":
-        """A resolved policy, with its body in another place of the same devices."""
+        """A resolved policy with its body in another placement on the same devices."""
         return replace(self, placement=placement.like(self.placement))._with_raw()
 
     def _with_raw(self) -> "CachePolicy":
-        """With the codecs of the tail, of a policy whose own are resolved."""
+        """With the codecs of the tail. The policy's own codecs must be resolved."""
         raw, platform = None, self.placement.platform()
         if self.has_tail:
             raw = tuple(Raw(x.dtype).resolve(None, platform) for x in (self.keys, self.values))
         return replace(self, raw=raw)
 
     def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
-        """The same for every layer."""
+        """This policy for every layer."""
         return (self,) * config.num_hidden_layers
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """One policy for layers that see everything, another for those with a window of their own.
+    """One policy for layers with full attention, another for layers with a window.
 
-    Which is which, ``layer_windows`` says.
+    The model's config gives the windows.
     """
 
     full: CachePolicy
     sliding: CachePolicy
 
     def __post_init__(self) -> None:
-        for given in (self.full, self.sliding):
-            if not isinstance(given, CachePolicy):
-                raise ValueError(f"Hybrid is of two CachePolicy objects, not of a {given!r:.80}")
+        for policy in (self.full, self.sliding):
+            if not isinstance(policy, CachePolicy):
+                raise ValueError(f"Hybrid needs two CachePolicy objects, got {policy!r:.80}")
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
-        """A policy a layer."""
+        """One policy per layer."""
         windows = layer_windows(config)
         return tuple(self.full if window is None else self.sliding for window in windows)
 
 
 class PerLayer(Protocol):
-    """What can say the policy of each layer of a model."""
+    """What gives each layer of a model its policy."""
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]: ...

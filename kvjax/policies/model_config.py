@@ -1,4 +1,9 @@
-"""What a cache reads from a model's config."""
+"""What a cache reads from a model's config: layers, heads, windows, shared layers and positions.
+
+A config is any object with the attributes of `CacheShape`. The names that Transformers uses work as
+well, so a model can use the config that it was loaded with. An attribute that is missing or None
+has the value that it has in Transformers.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +13,7 @@ from kvjax.core.validation import UNLIMITED, as_bool, as_int, as_optional_int
 
 
 class CacheShape(Protocol):
-    """What ``init_cache`` can't do without."""
+    """The attributes that ``init_cache`` requires."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -21,16 +26,16 @@ class CacheShape(Protocol):
 
 
 def decoder_config(config: Any) -> Any:
-    """The part of a config that tells of the decoder of text, where it is one of several.
+    """The config of the text decoder, if ``config`` has one for each of several parts.
 
     Raises:
-      ValueError: if it does not say how many layers there are.
+      ValueError: if it has no ``num_hidden_layers``.
     """
     find = getattr(config, "get_text_config", None)
-    found = config if find is None else find(decoder=True)
-    if hasattr(found, "num_hidden_layers"):
-        as_int("num_hidden_layers", found.num_hidden_layers, 1)
-        return found
+    decoder = config if find is None else find(decoder=True)
+    if hasattr(decoder, "num_hidden_layers"):
+        as_int("num_hidden_layers", decoder.num_hidden_layers, 1)
+        return decoder
     name = type(config).__name__
     if hasattr(config, "config"):
         raise ValueError(f"a model's config is needed, not a {name}: give its .config")
@@ -38,49 +43,49 @@ def decoder_config(config: Any) -> Any:
 
 
 def layer_heads(config: Any) -> tuple[tuple[int, int], ...]:
-    """Of each layer, how many heads its keys and values have, and of how many channels.
+    """The number of key-value heads and the head dimension of each layer.
 
-    By ``num_key_value_heads`` and ``head_dim``, or what Transformers' models go by where a config
-    has none: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers differ where
-    Transformers' ``per_layer_config`` does (Gemma 4).
+    Read from ``num_key_value_heads`` and ``head_dim``, or from the attributes that Transformers
+    uses instead: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers can differ if
+    the config has Transformers' ``per_layer_config`` (Gemma 4).
 
     Raises:
-      ValueError: if the config does not say, or a layer's keys have other channels than its values
-        (latent attention).
+      ValueError: if they are missing, or the keys of a layer have another head dimension than its
+        values (latent attention).
     """
     config = decoder_config(config)
-    return tuple((_kv_heads(each), _head_dim(each)) for each in _configs(config))
+    return tuple((_kv_heads(layer), _head_dim(layer)) for layer in _layer_configs(config))
 
 
 def common_heads(config: Any) -> int:
-    """The greatest number of key-value heads that divides those of each layer."""
+    """The greatest common divisor of the layers' numbers of key-value heads."""
     return math.gcd(*(heads for heads, _ in layer_heads(config)))
 
 
 def model_dtype(config: Any) -> Any:
-    """The config's dtype, None if it has none; PyTorch's by its name."""
+    """The config's dtype, None if it has none. PyTorch's dtypes are returned by name."""
     dtype = getattr(config, "dtype", None)
     named = isinstance(dtype, str) or type(dtype).__module__ == "torch"
     return str(dtype).removeprefix("torch.") if named else dtype
 
 
 def scanned(config: Any) -> bool:
-    """Whether a model goes through its layers by a scan, and so takes stacked caches: its config's
-    ``stacked``."""
+    """Whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache: the
+    config's ``stacked``."""
     return as_bool("the config's stacked", getattr(config, "stacked", False))
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """How many tokens back each layer can see at most, None for all.
+    """The attention window of each layer in tokens, None for full attention.
 
-    By ``windows``, one a layer, or else by ``layer_types``, ``sliding_window`` and
-    ``attention_chunk_size`` (Llama 4: a query sees no more than its chunk; the mask itself is
-    ``attend(chunk=)``). Without ``layer_types``, a window or a chunk is every layer's but those
-    that ``sliding_window_pattern`` or ``max_window_layers`` except.
+    Read from ``windows``, one per layer, or else from ``layer_types``, ``sliding_window`` and
+    ``attention_chunk_size`` (Llama 4: a query sees at most its chunk; ``attend(chunk=)`` applies
+    the mask). Without ``layer_types``, all layers have the window or the chunk, except those that
+    ``sliding_window_pattern`` or ``max_window_layers`` exclude.
 
     Raises:
-      ValueError: if there is not one window a layer, or a kind of layer is not known or has no
-        size.
+      ValueError: if the number of windows is not the number of layers, or a layer type is unknown
+        or has no size.
     """
     config = decoder_config(config)
     windows = getattr(config, "windows", None)
@@ -91,14 +96,14 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def layer_sources(config: Any) -> tuple[int, ...] | None:
-    """For each layer, the one whose keys and values it reads; None where each has its own.
+    """For each layer, the layer whose keys and values it reads; None if each layer has its own.
 
-    By ``cache_sources``, or else by ``num_kv_shared_layers`` (Gemma 3n): so many layers at the end
-    read those of the last layer before them that is of the same kind.
+    Read from ``cache_sources``, or else from ``num_kv_shared_layers`` (Gemma 3n): that many layers
+    at the end read the last layer before them that has the same type.
 
     Raises:
-      ValueError: if there is not one source a layer, a source is not an earlier layer with keys of
-        its own, or there is no layer to share with.
+      ValueError: if the number of sources is not the number of layers, a source is not an earlier
+        layer with keys of its own, or no layer has the same type.
     """
     config = decoder_config(config)
     count = config.num_hidden_layers
@@ -116,58 +121,61 @@ def layer_sources(config: Any) -> tuple[int, ...] | None:
     return sources
 
 
-def _configs(config: Any) -> Sequence[Any]:
-    """One a layer."""
+def _layer_configs(config: Any) -> Sequence[Any]:
+    """One config per layer."""
     own = getattr(config, "per_layer_config", None)
     return own if isinstance(own, Sequence) else (config,) * config.num_hidden_layers
 
 
-def _told(config: Any, name: str) -> int | None:
-    """What a config says of this, if anything."""
+def _positive_int(config: Any, name: str) -> int | None:
+    """An attribute of a config, None if it is missing or None."""
     return as_optional_int(name, getattr(config, name, None), 1)
 
 
-def _query_heads(config: Any, asked: str) -> int:
-    heads = _told(config, "num_attention_heads")
+def _query_heads(config: Any, missing: str) -> int:
+    """The number of query heads, in place of an attribute that is ``missing``."""
+    heads = _positive_int(config, "num_attention_heads")
     if heads is None:
-        raise ValueError(f"the config has neither {asked} nor num_attention_heads")
+        raise ValueError(f"the config has neither {missing} nor num_attention_heads")
     return heads
 
 
 def _kv_heads(config: Any) -> int:
-    told = _told(config, "num_key_value_heads")
-    if told is not None:
-        return told
-    # Falcon's and GPT-BigCode's names.
+    heads = _positive_int(config, "num_key_value_heads")
+    if heads is not None:
+        return heads
+    # The names that Falcon and GPT-BigCode use.
     if getattr(config, "multi_query", False) and not getattr(
         config, "new_decoder_architecture", False
     ):
         return 1
-    return _told(config, "num_kv_heads") or _query_heads(config, "num_key_value_heads")
+    return _positive_int(config, "num_kv_heads") or _query_heads(config, "num_key_value_heads")
 
 
 def _head_dim(config: Any) -> int:
-    head_dim = _told(config, "head_dim")
+    head_dim = _positive_int(config, "head_dim")
     if head_dim is None:
-        hidden = _told(config, "hidden_size")
+        hidden = _positive_int(config, "hidden_size")
         if hidden is None:
             raise ValueError("the config has neither head_dim nor hidden_size")
         head_dim = max(hidden // _query_heads(config, "head_dim"), 1)
-    if getattr(config, "kv_lora_rank", None) or _told(config, "v_head_dim") not in (None, head_dim):
+    value_dim = _positive_int(config, "v_head_dim")
+    if getattr(config, "kv_lora_rank", None) or value_dim not in (None, head_dim):
         raise ValueError(
-            "the config is of attention whose keys have other channels than its values "
-            "(kv_lora_rank, v_head_dim): a layer stores both with as many, so give a config whose "
-            "head_dim is the larger, and pad the other"
+            "keys and values have different head dimensions (kv_lora_rank, v_head_dim), but a "
+            "cache layer stores both with the same one: give a config with the larger as "
+            "head_dim, and pad the other"
         )
     return head_dim
 
 
-def _check_count(config: Any, told: Any) -> None:
-    if not isinstance(told, list | tuple):
-        raise ValueError(f"the config tells of layers by {told!r:.40}: it must be a list")
-    if len(told) != config.num_hidden_layers:
+def _check_count(config: Any, values: Any) -> None:
+    """Raise ``ValueError`` unless ``values`` is a list with one value per layer."""
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"the config must describe its layers by a list, not by {values!r:.40}")
+    if len(values) != config.num_hidden_layers:
         raise ValueError(
-            f"the config tells of {len(told)} layers, and has {config.num_hidden_layers}"
+            f"the config describes {len(values)} layers, but has {config.num_hidden_layers}"
         )
 
 
@@ -176,11 +184,11 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     found = [
         (getattr(each, "sliding_window", None) if slides else None,
          getattr(each, "attention_chunk_size", None))
-        for each in _configs(config)
+        for each in _layer_configs(config)
     ]  # fmt: skip
     kinds = getattr(config, "layer_types", None)
     if kinds is None:
-        # Every so many-th layer sees all, as in Gemma 3; or the first ones do, as in Qwen 2.
+        # Every n-th layer has full attention, as in Gemma 3; or the first layers do, as in Qwen 2.
         every = getattr(config, "sliding_window_pattern", None) or config.num_hidden_layers + 1
         first = getattr(config, "max_window_layers", None) or 0
         return tuple(
@@ -197,7 +205,7 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
                 "sliding_attention and chunked_attention"
             )
         if kind in sizes and sizes[kind] is None:
-            raise ValueError(f"layer_types has {kind!r}, but the config does not say how long")
+            raise ValueError(f"layer_types has {kind!r}, but the config does not give its size")
         sized.append(sizes.get(kind))
     return tuple(sized)
 
@@ -217,48 +225,56 @@ def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:
 
 
 def beyond_context(config: Any, tokens: int) -> int:
-    """By how many tokens a distance between two of them is beyond what the model was trained for:
-    the config's ``context``, or ``max_position_embeddings``; 0 where it does not say."""
+    """How many of ``tokens`` exceed the model's training context; 0 if the config does not give
+    one."""
     context = trained_context(config)
     return max(tokens - context, 0) if context else 0
 
 
 def trained_context(config: Any) -> int | None:
-    """The length that a model was trained for, or None where its config does not say."""
+    """The context length that a model was trained with, in tokens: the config's ``context``,
+    ``max_position_embeddings`` or ``position_limit``; None if it has none of these."""
     config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     return context or position_limit(config)
 
 
 def position_limit(config: Any) -> int | None:
-    """How many positions a model has: its config's ``position_limit``; None, where it does not say,
-    for rotary ones, which do not end."""
+    """How many positions a model has: the config's ``position_limit``. None for no limit, as with
+    rotary positions."""
     return as_optional_int("position_limit", getattr(config, "position_limit", None), 1)
 
 
 def positions_needed(prompt: int, new: int) -> int:
-    """Positions of a model, and places in its cache, for ``prompt`` tokens and ``new`` ones. The
-    last new token needs none, because the model never reads it."""
+    """Positions, and cache slots, for ``prompt`` tokens and ``new`` generated ones. The last new
+    token needs none, because the model never reads it."""
     return prompt + max(new - 1, 0)
 
 
 def new_tokens_for(positions: int, prompt: int) -> int:
-    """The most new tokens after a prompt for which positions suffice: see ``positions_needed``."""
+    """The most tokens that can be generated after a prompt with ``positions``; the inverse of
+    ``positions_needed``."""
     return positions - prompt + 1 if prompt <= positions else 0
 
 
 def resolve_rotary_len(
     config: Any, reach: int, chosen: int | None = None
 ) -> tuple[int | None, int | None]:
-    """The length of text that a cache's keys are turned for, None if all lengths are alike; and
-    how many tokens a row may have for it, None where the cache itself says how many.
+    """The sequence length whose rotary frequencies a cache uses, and a limit that it implies.
 
-    ``reach``: positions that its distances stay below. By the config's ``same_rotary(length,
-    other)``, where it has that. ``chosen``: the length to go by in place of ``reach``.
+    Args:
+      config: a model's config. Frequencies depend on the length if it has a ``same_rotary(length,
+        other)`` that returns False for some lengths.
+      reach: distances in the cache are smaller than this.
+      chosen: the length to use in place of ``reach``.
+
+    Returns:
+      The length, None if all lengths have the same frequencies; and the most tokens of a row, None
+      if the length implies no limit.
 
     Raises:
-      ValueError: if ``chosen`` is no length, or frequencies depend on it, none was chosen, and the
-        cache has no end.
+      ValueError: if ``chosen`` is not a positive integer; or if frequencies depend on the length,
+        none was chosen, and the cache has no limit.
     """
     chosen = as_optional_int("rotary_len", chosen, 1)
     if same_rotary(config, 1, UNLIMITED):
@@ -269,13 +285,13 @@ def resolve_rotary_len(
         reach = chosen
     if reach >= UNLIMITED:
         raise ValueError(
-            "the model's rotary frequencies depend on the length of the text: a cache that grows "
-            "needs max_len, the tokens that a row can ever hold, or rotary_len"
+            "the model's rotary frequencies depend on the sequence length: a cache without a limit "
+            "needs max_len, the most tokens that a row can ever hold, or rotary_len"
         )
     return (1 if same_rotary(config, 1, reach) else reach), None
 
 
 def same_rotary(config: Any, length: int, other: int) -> bool:
-    """Whether texts of up to these two lengths have the same rotary frequencies."""
-    told = getattr(config, "same_rotary", None)
-    return told is None or told(length, other)
+    """Whether sequences of these two lengths have the same rotary frequencies."""
+    same = getattr(config, "same_rotary", None)
+    return same is None or same(length, other)

@@ -1,4 +1,4 @@
-"""Cache policies by name."""
+"""Cache policies by name, from Transformers' settings, and from text."""
 
 import inspect
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "auto": ("prefetch", "memory"),
     "paged": ("slack", "page_size", "pages"),
 }
-"""The names, and the settings that each has beside those of all."""
+"""The settings that each preset has in addition to the common ones."""
 
 
 def policy(
@@ -49,43 +49,50 @@ def policy(
     page_size: int | None = None,
     pages: int | None = None,
 ) -> "CachePolicy | Hybrid | Auto":
-    """A policy by its well-known name.
+    """A cache policy by name.
 
     Args:
-      name: ``"static"``: all of a row's capacity allocated at once. ``"dynamic"``: allocated small
-        and doubled as the text grows. ``"sliding_window"``: the last ``window`` tokens on every
-        layer. ``"hybrid"``: those on layers that have a window of their own, static elsewhere.
+      name: ``"static"``: the whole capacity of a row is allocated at once. ``"dynamic"``: allocated
+        small and doubled as rows grow. ``"sliding_window"``: the last ``window`` tokens on every
+        layer. ``"hybrid"``: a sliding window on layers that have one, static on the others.
         ``"quantized"``: static with ``bits=4``. ``"offloaded"`` and ``"offloaded_static"``:
-        dynamic and static, with all but the newest tokens in the host's memory (see ``Host``).
-        ``"auto"``: dynamic, with layers that the device has no room for on the host. ``"paged"``:
-        hybrid, in pages of a pool that rows share (see ``Paged``).
-      dtype: what keys and values are stored in, and, where they are quantized, what the newest
-        tokens are; by default what the model computes in.
-      window: of ``sliding_window``; by default each layer's own, from the model's config.
-      sinks: of ``sliding_window``: first tokens that are kept for ever; by default 0. Layers whose
-        own window is not wider than ``window`` have none: see ``Ring``.
-      slack: of ``sliding_window``, ``hybrid`` and ``paged``: see ``Ring``.
-      bits: of each number, 1, 2, 3, 4 or 8 (see ``quantized_codec``); 16 is not quantized.
-      key_bits, value_bits: the same for keys or for values alone.
-      group: numbers that share a scale; by default 64, or all of a head's channels where there are
-        fewer.
-      block, recent, prefill: of a quantized or offloaded cache: see ``CachePolicy``.
-      prefetch: of an offloaded or automatic cache: see ``Host``; by default 0.
-      memory: of an automatic cache: bytes that it may take of the device, or ``"8GiB"``. By default
-        ``generate`` takes what its limits allow or the device has left.
-      page_size: of a paged cache: tokens of a page, by default 256.
-      pages: of a paged cache: of the pool of the layers that see everything; by default as many as
-        all rows can need.
+        dynamic and static, with all but the newest tokens in host memory (see ``Host``).
+        ``"auto"``: dynamic, with layers that do not fit on the device in host memory.
+        ``"paged"``: hybrid, in pages of a pool that rows share (see ``Paged``).
+      dtype: the dtype of keys and values, or of the newest tokens of a quantized cache. By
+        default the dtype that the model computes in.
+      window: for ``"sliding_window"``: the window in tokens; by default each layer's own, from the
+        model's config.
+      sinks: for ``"sliding_window"``: first tokens that are never overwritten; by default 0. Layers
+        whose own window is not wider than ``window`` have none: see ``Ring``.
+      slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
+      bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
+      key_bits, value_bits: the same for keys or values only.
+      group: numbers that share a scale; by default 64, or the head dimension if it is smaller.
+      block, recent, prefill: for quantized and offloaded caches: see ``CachePolicy``.
+      prefetch: for offloaded and automatic caches: see ``Host``; by default 0.
+      memory: for automatic caches: device memory that the cache may use, in bytes or as
+        ``"8GiB"``. By default ``generate`` uses what its limits allow, or what is free.
+      page_size: for paged caches: tokens per page, by default 256.
+      pages: for paged caches: pages in the pool of the layers with full attention; by default
+        enough for all rows.
 
     Raises:
-      ValueError: if the name or the dtype is not known, or a setting is none of that policy's.
+      ValueError: if the name or the dtype is unknown, or the policy does not have a setting.
     """
     if name not in PRESETS:
         known = ", ".join(map(repr, PRESETS))
         raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
-    given = {"window": window, "sinks": sinks, "slack": slack, "prefetch": prefetch,
-             "memory": memory, "page_size": page_size, "pages": pages}  # fmt: skip
-    for setting, value in given.items():
+    special = dict(
+        window=window,
+        sinks=sinks,
+        slack=slack,
+        prefetch=prefetch,
+        memory=memory,
+        page_size=page_size,
+        pages=pages,
+    )
+    for setting, value in special.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
     bits, key_bits, value_bits = map(as_python, (bits, key_bits, value_bits))
@@ -97,7 +104,9 @@ def policy(
     raw = all(b in (None, 16) for b in (key_bits, value_bits))
     if chosen and raw and not (tailed and group is None):
         setting = next(iter(chosen))
-        raise ValueError(f"{setting}={chosen[setting]!r} is of a quantized cache: give bits=")
+        raise ValueError(
+            f"{setting}={chosen[setting]!r} applies to quantized caches only: give bits="
+        )
     keys = quantized_codec(key_bits, "keys", group=group, dtype=dtype)
     values = quantized_codec(value_bits, "values", group=group, dtype=dtype)
     chosen.pop("group", None)
@@ -118,8 +127,8 @@ def policy(
 
 @dataclass(frozen=True)
 class Edges:
-    """One policy for most layers, another for the ``first`` and the ``last`` ones, which often bear
-    fewer bits worse: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``."""
+    """One policy for most layers, another for the ``first`` and the ``last`` ones, which often lose
+    more by quantization: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``."""
 
     inner: Any
     edge: Any
@@ -133,7 +142,7 @@ class Edges:
         _refuse_auto(self.edge)
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
-        """A policy a layer."""
+        """One policy per layer."""
         inner, edge = per_layer(self.inner, config), per_layer(self.edge, config)
         count = len(inner)
         return tuple(
@@ -143,11 +152,11 @@ class Edges:
 
 @dataclass(frozen=True)
 class Auto:
-    """A policy of layers on the device, of which so many go to the host as its memory asks for.
+    """A policy that keeps layers on the device and moves the last ones to the host if needed.
 
-    ``inner``: their policy, as for ``init_cache``. ``memory``: bytes that the cache may take of the
-    device; None leaves it to ``generate``, which knows the weights. ``placement``: where layers go
-    that would be too much.
+    ``inner``: the policy of the layers, as for ``init_cache``. ``memory``: device memory that the
+    cache may use, in bytes; with None, ``generate`` decides, which knows the weights.
+    ``placement``: where layers are moved that exceed it.
     """
 
     inner: Any
@@ -160,45 +169,46 @@ class Auto:
 
     @property
     def budget(self) -> Budget:
-        """The memory to keep to.
+        """The device memory that the cache may use.
 
         Raises:
-          ValueError: if none is given.
+          ValueError: if ``memory`` is None.
         """
         if self.memory is None:
             raise ValueError(
-                "policy('auto') must know how much of the device the cache may take: give memory="
+                "policy('auto') needs memory=, the bytes of the device that the cache may use"
             )
         return Budget(self.memory, self.placement)
 
     def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
-        """The policy of each layer as long as it is on the device."""
+        """The policy of each layer while it is on the device."""
         policies = per_layer(self.inner, config)
-        for number, each in enumerate(policies):
-            if each.placement.needs_tail:
+        for number, layer_policy in enumerate(policies):
+            if layer_policy.placement.needs_tail:
                 raise ValueError(
-                    f"the policy of layer {number} puts it on the host, but Auto decides where "
-                    "layers are: give policies of the device"
+                    f"the policy of layer {number} puts it on the host, but Auto places layers "
+                    "itself: give policies on the device"
                 )
         return policies
 
 
 def _refuse_auto(inner: Any) -> None:
     if isinstance(inner, Auto):
-        raise ValueError("an automatic policy can't be part of another: put Auto around the whole")
+        raise ValueError("Auto can't be part of another policy: put Auto around the whole")
 
 
 def budget_of(choice: PolicyChoice | None) -> Budget | None:
-    """The memory that a policy, or its name, keeps to, if any."""
+    """The budget of a policy or a preset's name, None if it has none."""
     choice = policy(choice) if isinstance(choice, str) else choice
     return choice.budget if isinstance(choice, Auto) else None
 
 
 def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
-    """One policy a layer, from a name, one for all, or a list of them.
+    """One policy per layer, from a preset's name, one policy for all, or a list of policies.
 
     Raises:
-      ValueError: if it is neither, or a list has not as many policies as the model has layers.
+      ValueError: if ``choice`` is none of these, or the length of the list is not the number of
+        layers.
     """
     choice = policy(choice) if isinstance(choice, str) else choice
     config = decoder_config(config)
@@ -217,8 +227,8 @@ def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
         return policies
     if not hasattr(choice, "per_layer"):
         raise ValueError(
-            f"a policy, its name or a list of policies is needed, not a {type(choice).__name__}; a "
-            "layout alone goes into CachePolicy(layout)"
+            f"a policy, its name or a list of policies is needed, not a {type(choice).__name__}; "
+            "make a layout into a policy with CachePolicy(layout)"
         )
     return choice.per_layer(config)
 
@@ -232,33 +242,39 @@ def transformers_policy(
     q_group_size: int = 64,
     residual_length: int = 128,
 ) -> CachePolicy:
-    """The policy of the settings of a quantized cache of Transformers, under their names.
+    """The policy that corresponds to the settings of a quantized cache of Transformers.
 
-    An axis means different things to the two backends: groups along a token's channels are axis 0
-    of quanto and axis 1 of HQQ, groups along a channel's tokens axis -1 of quanto and axis 0 of HQQ
+    The backends define axes differently: groups along the channels of a token are axis 0 in quanto
+    and axis 1 in HQQ; groups along the tokens of a channel are axis -1 in quanto and axis 0 in HQQ
     (docs/quantization.md).
 
     Args:
       backend: ``"quanto"`` or ``"hqq"``.
-      nbits: of each number: 2 or 4 with quanto, 1, 2, 3, 4 or 8 with HQQ.
+      nbits: bits per number: 2 or 4 with quanto; 1, 2, 3, 4 or 8 with HQQ.
       axis_key, axis_value: 0 or -1 with quanto, 0 or 1 with HQQ.
-      q_group_size: numbers that share a scale. Along tokens, no more than a block of 64, nor than
-        ``residual_length``.
-      residual_length: the most tokens that stay raw, rounded down to whole blocks of 64, or of 8
-        where it is less; 8 at least.
+      q_group_size: numbers that share a scale. Along tokens at most a block of 64 tokens, and at
+        most ``residual_length``.
+      residual_length: the most tokens that stay raw, at least 8. Rounded down to whole blocks of
+        64, or of 8 if it is smaller.
 
     Raises:
-      ValueError: if a setting is none of the backend's.
+      ValueError: if the backend does not support a setting.
     """
-    known = {"quanto": ((2, 4), {0: "token", -1: "channel"}),
-             "hqq": ((1, 2, 3, 4, 8), {1: "token", 0: "channel"})}  # fmt: skip
-    if backend not in known:
-        raise ValueError(f"backend={backend!r}: there are {', '.join(map(repr, known))}")
-    widths, axes = known[backend]
-    of_axes = ("axis_key", axis_key, axes), ("axis_value", axis_value, axes)
-    for name, given, has in (("nbits", nbits, widths), *of_axes):
-        if given not in has:
-            raise ValueError(f"{name}={given!r}: {backend} has {', '.join(map(str, has))}")
+    backends = {
+        "quanto": ((2, 4), {0: "token", -1: "channel"}),
+        "hqq": ((1, 2, 3, 4, 8), {1: "token", 0: "channel"}),
+    }
+    if backend not in backends:
+        raise ValueError(f"backend={backend!r}: use {' or '.join(map(repr, backends))}")
+    widths, axes = backends[backend]
+    settings = (
+        ("nbits", nbits, widths),
+        ("axis_key", axis_key, axes),
+        ("axis_value", axis_value, axes),
+    )
+    for name, value, supported in settings:
+        if value not in supported:
+            raise ValueError(f"{name}={value!r}: {backend} has {', '.join(map(str, supported))}")
     residual = max(as_int("residual_length", residual_length, 1), MULTIPLE)
     block = min(64, residual // MULTIPLE * MULTIPLE)
 
@@ -271,23 +287,24 @@ def transformers_policy(
     return CachePolicy(Dense(), keys, values, block=block, recent=residual // block - 1)
 
 
-def parse_policy(words: str, **more: Any) -> PolicyChoice:
-    """A policy from words: ``bits=4``, ``sliding_window,window=128,bits=8``.
+def parse_policy(text: str, **more: Any) -> PolicyChoice:
+    """Parse a policy as the command line has it: ``bits=4``, ``sliding_window,window=128,bits=8``.
 
     Args:
-      words: a name, by default ``static``, and settings of ``kvjax.policy``.
-      more: further settings; None is none.
+      text: a preset's name, by default ``static``, and settings of ``kvjax.policy``.
+      more: further settings; None for unset.
 
     Raises:
-      ValueError: if a setting is not one of ``kvjax.policy`` or is given twice; for two names.
+      ValueError: if ``kvjax.policy`` does not have a setting, a setting is given twice, or there
+        are two names.
     """
     names: list[str] = []
     settings: dict[str, Any] = {}
-    for part in words.split(","):
+    for part in text.split(","):
         setting, equals, value = (piece.strip() for piece in part.partition("="))
         if setting in settings or (names and not equals):
             twice = f"{setting} twice" if equals else f"two names, {names[0]} and {setting}"
-            raise ValueError(f"the policy {words!r} has {twice}: two policies are given one by one")
+            raise ValueError(f"the policy {text!r} has {twice}: give two policies one by one")
         if not equals:
             names.append(setting)
         else:
@@ -296,11 +313,9 @@ def parse_policy(words: str, **more: Any) -> PolicyChoice:
     for setting, value in more.items():
         if value is not None and settings.setdefault(setting, value) != value:
             raise ValueError(
-                f"{setting} is {settings[setting]} in {words!r}, and {value} beside it"
+                f"{setting} is {settings[setting]} in {text!r}, but {value} was also given"
             )
     known = [name for name in inspect.signature(policy).parameters if name != "name"]
     if unknown := [setting for setting in settings if setting not in known]:
-        raise ValueError(
-            f"the policy {words!r} has {unknown[0]!r}: settings are {', '.join(known)}"
-        )
+        raise ValueError(f"the policy {text!r} has {unknown[0]!r}: settings are {', '.join(known)}")
     return policy(name, **settings)

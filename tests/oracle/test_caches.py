@@ -86,7 +86,7 @@ def compare(name, outcomes):
         outcomes["other layers"].append(name)
         return
     if stored is not None and any(each is not None and each[0] != each[1] for each in stored):
-        with pytest.raises(ValueError, match="keys have other channels than its values"):
+        with pytest.raises(ValueError, match="keys and values have different head dimensions"):
             ours(config)
         outcomes["keys unlike values"].append(name)
         return
