@@ -708,8 +708,8 @@ FAULTS = (
     ),
     Fault(
         "what a guide allows along a draft lags a token behind", "generation/guides/masks.py",
-        "found[place + 1] = guide_mask(ahead, found.shape[1])",
-        "found[place + 1] = found[place]", ("guided",),
+        "masks[place + 1] = guide_mask(ahead, masks.shape[1])",
+        "masks[place + 1] = masks[place]", ("guided",),
     ),
     Fault(
         "guides miss the tokens of a draft", "generation/guides/masks.py",

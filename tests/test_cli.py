@@ -151,11 +151,11 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         assert code == 0 and (json.loads(out)["text"] if "--json" in words else out[:-1]) in wanted
     for words, message in (
         (("--regex", "a", "--choice", "b"), "--regex can't stand beside --choice"),
-        (("--regex", "("), "the regex can't be kept to"),
+        (("--regex", "("), "the regex can't be used"),
         (("--grammar", tmp_path / "none"), "there is no file"),
         (("--json-schema", "point"), "there is no file 'point'"),
-        (("--json-schema", "{"), "the schema can't be kept to"),
-        (("--choice", ""), "choices must be texts"),
+        (("--json-schema", "{"), "the schema can't be used"),
+        (("--choice", ""), "choices must be one or more texts"),
         (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
     ):  # fmt: skip
         assert_refused(run(*model, *words), message)

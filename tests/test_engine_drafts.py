@@ -295,7 +295,7 @@ def test_what_requests_are_drafted_by():
         ({"draft": "lookup", "num_beams": 2}, "draft"),
         ({"draft": np.zeros(2)}, "draft is array"),
         ({"draft": draft, "guide": once}, r"a guide beside a draft has copy\(\)"),
-        ({"guide": [Text([1])]}, r"a guide has allowed\(\)"),
+        ({"guide": [Text([1])]}, r"a guide needs a method allowed\(\)"),
         ({"guide": Text([1]), "min_new_tokens": 2}, "min_new_tokens is 2, but a guide may leave"),
     ):
         with pytest.raises(ValueError, match=words):

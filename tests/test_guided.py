@@ -408,7 +408,7 @@ def test_alternatives_of_one_of(embedded):
     ).text
     for text in texts:
         jsonschema.validate(json.loads(text), schema)
-    with pytest.raises(ValueError, match="alternatives of oneOf may overlap; write anyOf, or"):
+    with pytest.raises(ValueError, match="alternatives of oneOf may overlap; use anyOf, or"):
         made.json_schema({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]})
     for way, given in (
         ("choices", ["\ud83d"]), ("regex", "\ud83d"), ("grammar", 'start: "\ud83d"'),
@@ -418,7 +418,7 @@ def test_alternatives_of_one_of(embedded):
             ValueError, match=r"is not valid Unicode: .* is a lone surrogate, U\+D83D"
         ):
             getattr(made, way)(given)
-    with pytest.raises(ValueError, match="choices must be a list of texts, got the text 'ab'"):
+    with pytest.raises(ValueError, match="choices must be a list of texts, got one text: 'ab'"):
         made.choices("ab")
 
 
@@ -505,11 +505,15 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
     for prompts, given, message in (
         ([[1]], {"guide": [Anything(), None]}, "2 guides for 1 prompts"),
         ([[1]], {"guide": []}, "0 guides for 1 prompts"),
-        ([[1]], {"guide": "a"}, r"a guide has allowed\(\), and 'a' has not"),
-        ([[1], [2]], {"guide": [None, object()]}, r"a guide has allowed\(\), and <object"),
+        ([[1]], {"guide": "a"}, r"a guide needs a method allowed\(\), but 'a' has none"),
+        (
+            [[1], [2]],
+            {"guide": [None, object()]},
+            r"a guide needs a method allowed\(\), but <object",
+        ),
         ([[1]], {"guide": Anything(), "min_new_tokens": 1}, "min_new_tokens is 1, but a guide may"),
-        ([[1]], {"guide": Anything(99)}, r"a guide gave uint32\[4\], and must give uint32\[2\]"),
-        ([[1]], {"guide": Mute()}, "a guide allows no token at all"),
+        ([[1]], {"guide": Anything(99)}, r"a guide must return uint32\[2\], got uint32\[4\]"),
+        ([[1]], {"guide": Mute()}, "a guide allows no token: at its end"),
         ([[1]], {"guide": guide}, "ends its text with token 257, which eos_token_ids must have"),
     ):
         with pytest.raises(ValueError, match=message):

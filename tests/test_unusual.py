@@ -154,15 +154,15 @@ def test_arguments_of_guides(tiny_llama):
     round_trip: dict[str, Any] = {}
     round_trip["a"] = round_trip
     for way, given, message in (
-        ("json_schema", {"const": {1, 2}}, "the schema is no JSON: {1, 2} has no place there"),
-        ("json_schema", {"const": float("nan")}, "the schema is no JSON: "),
-        ("json_schema", {(): 1}, "the schema is no JSON: keys must be str"),
-        ("json_schema", deep, "the schema is no JSON: maximum recursion depth"),
-        ("json_schema", round_trip, "the schema is no JSON: Circular reference"),
+        ("json_schema", {"const": {1, 2}}, "not valid JSON: {1, 2} can't be written as JSON"),
+        ("json_schema", {"const": float("nan")}, "the schema is not valid JSON: "),
+        ("json_schema", {(): 1}, "the schema is not valid JSON: keys must be str"),
+        ("json_schema", deep, "the schema is not valid JSON: maximum recursion depth"),
+        ("json_schema", round_trip, "the schema is not valid JSON: Circular reference"),
         ("regex", 5, "the regex must be a text, got 5"),
         ("grammar", b"start: x", "the grammar must be a text, got b'start: x'"),
         ("choices", 5, "choices must be a list of texts, got 5"),
-        ("choices", np.array([1, 2]), "choices must be texts, one at least, got array"),
+        ("choices", np.array([1, 2]), "choices must be one or more texts, got array"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             getattr(guides, way)(given)

@@ -107,7 +107,8 @@ class RowText:
           tokenizer: None if there is none; then there is no text.
           prompt: the tokens before the new ones.
           stops: strings that end the row.
-          least: stop strings count only after this number of new tokens, and do not remove them.
+          least: new tokens before a stop string may end the row. The string may begin among them,
+            but they stay.
           guided: whether a guide checks every character. Then a leading space is text, although
             SentencePiece tokenizers would omit it.
         """

@@ -1,4 +1,4 @@
-"""Guides: texts that keep to a grammar, by llguidance, where it is installed."""
+"""Guides by llguidance: constraints by JSON schema, regular expression, grammar or choice."""
 
 import copy
 import functools
@@ -15,66 +15,8 @@ from kvjax.core.validation import as_list, as_python, check_unicode, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 
 
-class Vocabulary:
-    """Tokens of a tokenizer, as many as the model has logits for.
-
-    llguidance asks it how a text that must come is split into tokens. The names of special tokens
-    are spelled with ordinary tokens there: a special token has no text, and may end a generation.
-
-    ``tokens``: the bytes of each, none of those that the tokenizer does not know;
-    ``special_token_ids``: those that are special.
-    """
-
-    bos_token_id = None
-
-    def __init__(self, whole: Any, size: int, ends: Sequence[int]) -> None:
-        """``whole``: llguidance's own reading of the tokenizer; ``size``: how many tokens the model
-        has; ``ends``: tokens that end a text."""
-        self._whole, self._size, self.eos_token_id = whole, size, ends[0]
-        known = range(min(size, whole.vocab_size))
-        self.tokens = [whole.decode_bytes([token]) for token in known]
-        self.tokens += [b""] * (size - len(self.tokens))
-        self.special_token_ids = [x for x in known if whole.is_special_token(x) or x in ends]
-        self._special = frozenset(self.special_token_ids)
-
-    def __call__(self, text: str) -> list[int]:
-        """The ordinary tokens of a text."""
-        if not isinstance(text, str):
-            raise TypeError("a vocabulary splits str, not bytes")
-        split, whole = self._whole.tokenize_str(text), text.encode()
-        if b"".join(self._whole.decode_bytes([token]) for token in split) != whole:
-            return self._spelled(whole)  # the tokenizer changes it: ▁ is a space, ﬁ two letters
-        found: list[int] = []
-        for token in split:
-            usual = token < self._size and token not in self._special
-            found += [token] if usual else self._spelled(self._whole.decode_bytes([token]))
-        return found
-
-    def _spelled(self, text: bytes) -> list[int]:
-        """Bytes by the longest ordinary tokens, as far as there are any."""
-        found, start = [], 0
-        while start < len(text):
-            for stop in range(min(len(text), start + self._longest), start, -1):
-                if (token := self._ordinary.get(text[start:stop])) is not None:
-                    found.append(token)
-                    start = stop
-                    break
-            else:
-                break
-        return found
-
-    @cached_property
-    def _ordinary(self) -> dict[bytes, int]:
-        usual = (pair for pair in enumerate(self.tokens) if pair[0] not in self._special)
-        return {text: token for token, text in usual if text}
-
-    @cached_property
-    def _longest(self) -> int:
-        return max(map(len, self._ordinary), default=0)
-
-
 class Guides:
-    """Makes guides for a model; what all share is made once.
+    """Creates guides for a model. The tokenizer is prepared once for all of them.
 
     ::
 
@@ -83,25 +25,25 @@ class Guides:
         kvjax.generate(lm, ["A point: ", "Another: "], guide=point)
         engine.submit("A point: ", guide=point.copy())
 
-    ``generate`` copies what it is given; an engine goes along a guide as it is, so each request has
-    one of its own. Where its grammar is at an end, only tokens that end a text are left.
+    ``generate`` copies its guides. An engine advances a guide itself, so every request needs its
+    own copy. At the end of its grammar, a guide allows end-of-text tokens only.
 
     Raises:
-      ValueError: if llguidance is not installed, or the model has no tokenizer of its kind, or no
-        token that ends a text.
+      ValueError: if llguidance is not installed, or the model has no ``tokenizer.json`` or no
+        end-of-text token.
     """
 
     def __init__(self, lm: LanguageModel) -> None:
         if importlib.util.find_spec("llguidance") is None:
-            raise ValueError('a guide needs llguidance: pip install "kvjax[guided]" installs it')
+            raise ValueError('guides need llguidance: pip install "kvjax[guided]"')
         import llguidance
 
         backend: Any = getattr(lm.tokenizer, "backend", None)
         if not hasattr(backend, "to_str"):
-            raise ValueError("a guide needs a model with a tokenizer.json")
+            raise ValueError("guides need a model with a tokenizer.json")
         self._ends = sorted(set(lm.generation.eos_token_ids))
         if not self._ends:
-            raise ValueError("a guide needs a model with a token that ends a text, this has none")
+            raise ValueError("guides need an end-of-text token, but the model has none")
         from llguidance._tokenizer import TokenizerWrapper
 
         self._matcher, self._size = llguidance.LLMatcher, lm.config.vocab_size
@@ -117,33 +59,37 @@ class Guides:
         return self.json_schema({"type": "object"})
 
     def json_schema(self, schema: Any) -> "GrammarGuide":
-        """JSON as a schema says, a dict or its text, without any space between its parts.
+        """JSON that matches a schema, without whitespace between its parts.
+
+        Args:
+          schema: a dict, or its text.
 
         Raises:
-          ValueError: if it is no schema, or says what can't be kept to.
+          ValueError: if the schema is invalid or uses unsupported features.
         """
-
         try:
             text = schema if isinstance(schema, str) else _dumps(schema)
         except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(f"the schema is no JSON: {' '.join(str(error).split())}") from None
-        spaces: Any = {"whitespace_flexible": False}
-        make = functools.partial(self._matcher.grammar_from_json_schema, defaults=spaces)
-        return self._guide("schema", text, make)
+            raise ValueError(
+                f"the schema is not valid JSON: {' '.join(str(error).split())}"
+            ) from None
+        defaults: Any = {"whitespace_flexible": False}
+        compile = functools.partial(self._matcher.grammar_from_json_schema, defaults=defaults)
+        return self._guide("schema", text, compile)
 
     def regex(self, pattern: str) -> "GrammarGuide":
-        """What a regular expression of Rust's matches, from end to end.
+        """Texts that a regular expression matches completely, in the syntax of Rust's ``regex``.
 
         Raises:
-          ValueError: if it is none.
+          ValueError: if the pattern is invalid.
         """
         return self._guide("regex", pattern, self._matcher.grammar_from_regex)
 
     def grammar(self, lark: str) -> "GrammarGuide":
-        """A context-free grammar as of Lark, from ``start`` on.
+        """Texts of a context-free grammar in Lark's syntax, derived from ``start``.
 
         Raises:
-          ValueError: if it is none.
+          ValueError: if the grammar is invalid.
         """
         return self._guide("grammar", lark, self._matcher.grammar_from_lark)
 
@@ -151,53 +97,58 @@ class Guides:
         """One of a list of texts.
 
         Raises:
-          ValueError: if there is none, or ``texts`` is itself a text.
+          ValueError: if the list is empty, or ``texts`` is a single string.
         """
         if isinstance(texts, str):
-            raise ValueError(f"choices must be a list of texts, got the text {texts!r:.80}")
-        some = as_list("choices", texts, "a list of texts")
-        if not some or not all(isinstance(text, str) and text for text in some):
-            raise ValueError(f"choices must be texts, one at least, got {short_repr(texts)}")
-        for text in some:
+            raise ValueError(f"choices must be a list of texts, got one text: {texts!r:.80}")
+        choices = as_list("choices", texts, "a list of texts")
+        if not choices or not all(isinstance(text, str) and text for text in choices):
+            raise ValueError(f"choices must be one or more texts, got {short_repr(texts)}")
+        for text in choices:
             check_unicode("a choice", text)
-        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in some)
-        rule = rule.replace("\x7f", "\\u007f")  # which JSON leaves as it is, and Lark refuses
+        rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
+        rule = rule.replace("\x7f", "\\u007f")  # JSON does not escape it, but Lark requires it
         return self.grammar(f"start: {rule}")
 
-    def _guide(self, what: str, text: str, make: Callable[[str], str]) -> "GrammarGuide":
+    def _guide(self, what: str, text: str, compile: Callable[[str], str]) -> "GrammarGuide":
         if not isinstance(text, str):
             raise ValueError(f"the {what} must be a text, got {short_repr(text)}")
         check_unicode(f"the {what}", text)
         try:
-            matcher = self._matcher(self._tokenizer, make(text), log_level=0)
+            matcher = self._matcher(self._tokenizer, compile(text), log_level=0)
             problem = matcher.get_error()
         except (ValueError, RecursionError) as error:
             problem = str(error)
         if "coerce_one_of" in problem:
             problem = (
-                "alternatives of oneOf may overlap; write anyOf, or give each a required "
-                "property with a const of its own"
+                "the alternatives of oneOf may overlap; use anyOf, or give each alternative a "
+                "required property with a different const"
             )
         if problem:
-            raise ValueError(f"the {what} can't be kept to: {' '.join(problem.split())}")
+            raise ValueError(f"the {what} can't be used: {' '.join(problem.split())}")
         return GrammarGuide(matcher, self._ends, self._size)
 
 
 def _dumps(schema: Any) -> str:
-    """A schema as JSON; numbers may be those of NumPy and JAX."""
+    """A schema as JSON. It may contain numbers and arrays of NumPy and JAX."""
 
-    def as_plain(value: Any) -> Any:
-        found = value.tolist() if isinstance(value, np.ndarray | jax.Array) else as_python(value)
-        if found is value:
-            raise TypeError(f"{short_repr(value)} has no place there")
-        return found
+    def convert(value: Any) -> Any:
+        plain = value.tolist() if isinstance(value, np.ndarray | jax.Array) else as_python(value)
+        if plain is value:
+            raise TypeError(f"{short_repr(value)} can't be written as JSON")
+        return plain
 
-    return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=as_plain)
+    return json.dumps(schema, ensure_ascii=False, allow_nan=False, default=convert)
 
 
 class GrammarGuide:
-    """A ``Guide`` (see ``kvjax.generation.guides.masks``) along a grammar; ``ends``: tokens that
-    may end its text; ``error``: why it could not go on, in which case only these are allowed."""
+    """A ``CopyableGuide`` (see ``kvjax.generation.guides.masks``) for a grammar.
+
+    Attributes:
+      ends: tokens that may end the text.
+      error: why the grammar could not continue; None if there was no error. After an error, only
+        ``ends`` are allowed.
+    """
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocabulary: int) -> None:
         self.error: str | None = None
@@ -213,27 +164,93 @@ class GrammarGuide:
             return self._only_ends
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         words = mask[: self._only_ends.size].copy()
-        # Bits behind the last token are none's.
+        # Clear the bits after the last token.
         words[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(self._beyond)
-        # Where nothing may come, and where the text may end, all ends are alike.
+        # If the text may end, allow every end token. If nothing is allowed, it must end.
         if self._matcher.is_error() or not words.any():
             self.error = self._why() or "no token may come next"
             return self._only_ends
         return words | self._only_ends if (words & self._only_ends).any() else words
 
     def copy(self) -> "GrammarGuide":
-        """The same, as far as it has come; what either accepts is not known to the other."""
-        found = copy.copy(self)
-        found._matcher = self._matcher.deep_copy()
-        return found
+        """An independent copy in the same state."""
+        other = copy.copy(self)
+        other._matcher = self._matcher.deep_copy()
+        return other
 
     def accept(self, token: int) -> None:
-        """A token has come."""
+        """Advance past a token."""
         if token in self.ends and (self.error or self._matcher.is_accepting()):
             self._ended = True
         elif not self._ended and not self.error and not self._matcher.consume_token(token):
             self.error = self._why()
 
     def _why(self) -> str:
-        """What llguidance says, but for its state."""
+        """The error message of llguidance, without its state."""
         return " ".join(self._matcher.get_error().partition("<state>")[0].split())
+
+
+class Vocabulary:
+    """A model's vocabulary in the form that llguidance requires.
+
+    llguidance calls it to tokenize a text that the grammar forces. The names of special tokens are
+    then spelled with ordinary tokens, because a special token has no text and may end a generation.
+
+    Attributes:
+      tokens: the bytes of each token that the model has a logit for; b"" for tokens that the
+        tokenizer does not know.
+      special_token_ids: the special tokens.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, size: int, ends: Sequence[int]) -> None:
+        """Create a vocabulary.
+
+        Args:
+          tokenizer: an ``LLTokenizer`` of the whole tokenizer.
+          size: tokens that the model has logits for.
+          ends: end-of-text tokens.
+        """
+        self._tokenizer, self._size, self.eos_token_id = tokenizer, size, ends[0]
+        known = range(min(size, tokenizer.vocab_size))
+        self.tokens = [tokenizer.decode_bytes([token]) for token in known]
+        self.tokens += [b""] * (size - len(self.tokens))
+        self.special_token_ids = [x for x in known if tokenizer.is_special_token(x) or x in ends]
+        self._special = frozenset(self.special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        """The ordinary tokens of a text."""
+        if not isinstance(text, str):
+            raise TypeError("a vocabulary splits str, not bytes")
+        split, encoded = self._tokenizer.tokenize_str(text), text.encode()
+        if b"".join(self._tokenizer.decode_bytes([token]) for token in split) != encoded:
+            # The tokenizer normalizes the text: "▁" becomes a space, "ﬁ" becomes two letters.
+            return self._spell(encoded)
+        tokens: list[int] = []
+        for token in split:
+            ordinary = token < self._size and token not in self._special
+            tokens += [token] if ordinary else self._spell(self._tokenizer.decode_bytes([token]))
+        return tokens
+
+    def _spell(self, text: bytes) -> list[int]:
+        """Tokenize bytes greedily with the longest ordinary tokens, as far as possible."""
+        tokens, start = [], 0
+        while start < len(text):
+            for stop in range(min(len(text), start + self._longest), start, -1):
+                if (token := self._ordinary.get(text[start:stop])) is not None:
+                    tokens.append(token)
+                    start = stop
+                    break
+            else:
+                break
+        return tokens
+
+    @cached_property
+    def _ordinary(self) -> dict[bytes, int]:
+        ordinary = (pair for pair in enumerate(self.tokens) if pair[0] not in self._special)
+        return {text: token for token, text in ordinary if text}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ordinary), default=0)

@@ -1,4 +1,4 @@
-"""Which tokens may come next in each row, as its guide says."""
+"""Token masks: which tokens the guide of each row allows next."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
@@ -10,62 +10,65 @@ from kvjax.sampling.filters import ALL_ALLOWED
 
 
 class Guide(Protocol):
-    """Which tokens may come next: a grammar, a list of choices. It goes along one text."""
+    """A constraint on one text, such as a grammar: it says which tokens may come next."""
 
     def allowed(self) -> np.ndarray:
-        """uint32[words]: a bit for each token, 32 in a word, the lowest first; 1 for what may
-        come behind the tokens that were accepted."""
+        """uint32[words]: a bit per token, 32 in a word, the lowest bit first; 1 for tokens that may
+        follow the accepted ones."""
         ...
 
     def accept(self, token: int, /) -> None:
-        """A token has come."""
+        """Advance past a token."""
         ...
 
 
 class CopyableGuide(Guide, Protocol):
-    """A guide that several rows can begin with: each goes along a copy, or a copy of that."""
+    """A guide that can be copied, so that several rows can start with it."""
 
     def copy(self) -> "CopyableGuide":
-        """The same, of which nothing is known to this one."""
+        """An independent copy in the same state."""
         ...
 
 
 GuideChoice = CopyableGuide | Sequence[CopyableGuide | None]
-"""One for every row, or one for each prompt, None where that is free."""
+"""One guide for all prompts, or one per prompt; None for a prompt without a constraint."""
 
 
 def mask_words(config: ModelConfig) -> int:
-    """Words of a bit for each token."""
+    """Words of a token mask."""
     return -(-config.vocab_size // 32)
 
 
 def guide_mask(guide: Guide, words: int) -> np.ndarray:
-    """uint32[words]: what a guide allows.
+    """uint32[words]: the tokens that a guide allows.
 
     Raises:
-      ValueError: if it gives something else, or allows nothing.
+      ValueError: if the guide returns an array of another type, or allows no token.
     """
     bits = np.asarray(guide.allowed())
     if bits.shape != (words,) or bits.dtype != np.uint32:
-        raise ValueError(
-            f"a guide gave {bits.dtype}{list(bits.shape)}, and must give uint32[{words}]"
-        )
+        raise ValueError(f"a guide must return uint32[{words}], got {bits.dtype}{list(bits.shape)}")
     if not bits.any():
-        raise ValueError("a guide allows no token at all: one that has ended allows those that end")
+        raise ValueError("a guide allows no token: at its end it must allow end-of-text tokens")
     return bits
 
 
-def draft_masks(guide: Any, draft: Sequence[int], found: np.ndarray, eos: Collection[int]) -> None:
-    """Of a guide, and a draft behind its text, what may come behind each token, as far as the
-    one before may and is none that ends a text: ``found``, uint32[1 + n, words], is given with the
-    first, and filled in."""
+def draft_masks(guide: Any, draft: Sequence[int], masks: np.ndarray, eos: Collection[int]) -> None:
+    """Fill in the masks after each token of a draft, until a token is not allowed or ends the text.
+
+    Args:
+      guide: before the draft; it is not changed.
+      draft: n proposed tokens.
+      masks: uint32[1 + n, words]; the first row, the mask before the draft, is set already.
+      eos: tokens that end a text.
+    """
     ahead = None
     for place, token in enumerate(draft):
-        if token in eos or not found[place, token // 32] >> np.uint32(token % 32) & 1:
+        if token in eos or not masks[place, token // 32] >> np.uint32(token % 32) & 1:
             break
         ahead = guide.copy() if ahead is None else ahead
         ahead.accept(token)
-        found[place + 1] = guide_mask(ahead, found.shape[1])
+        masks[place + 1] = guide_mask(ahead, masks.shape[1])
 
 
 def parse_guides(
@@ -75,61 +78,72 @@ def parse_guides(
     samples: int,
     rows: int,
     eos: Sequence[int],
-    least: int,
+    min_new_tokens: int,
 ) -> tuple[CopyableGuide | None, ...] | None:
-    """A guide for each of so many ``rows``, copies of those that are given, where any is: of each
-    prompt for each of its ``samples``, and none for the rows behind them.
+    """The guide of each row, a copy of the prompt's; None if no row has one.
+
+    Args:
+      config: the model's.
+      given: the argument ``guide`` of ``generate``.
+      prompts, samples: the number of prompts, and of rows per prompt.
+      rows: the number of rows, including empty ones at the end.
+      eos, min_new_tokens: as for ``check_guide``.
 
     Raises:
-      ValueError: if they are none, another number than there are prompts, of another vocabulary,
-        or could not end a text where they must.
+      ValueError: if a guide is invalid, or their number is not that of the prompts.
     """
-    each = list(given) if isinstance(given, Sequence) else [given] * prompts
-    if len(each) != prompts:
-        raise ValueError(f"{len(each)} guides for {prompts} prompts: give one, or one a prompt")
-    for guide in each:
+    guides = list(given) if isinstance(given, Sequence) else [given] * prompts
+    if len(guides) != prompts:
+        raise ValueError(f"{len(guides)} guides for {prompts} prompts: give one, or one per prompt")
+    for guide in guides:
         if guide is not None:
-            check_guide(guide, eos, least, "copy")
-    if all(guide is None for guide in each):
+            check_guide(guide, eos, min_new_tokens, "copy")
+    if all(guide is None for guide in guides):
         return None
-    found: list[CopyableGuide | None] = []
-    for guide in each:
-        found += [None if guide is None else guide.copy() for _ in range(samples)]
-    for guide in found:
+    copies: list[CopyableGuide | None] = []
+    for guide in guides:
+        copies += [None if guide is None else guide.copy() for _ in range(samples)]
+    for guide in copies:
         if guide is not None:
             guide_mask(guide, mask_words(config))
-    return tuple(found + [None] * (rows - len(found)))
+    return tuple(copies + [None] * (rows - len(copies)))
 
 
-def check_guide(guide: Guide, eos: Collection[int], least: int, *more: str) -> None:
-    """Raise ``ValueError`` for what is no guide, or lacks ``more`` that it is to have, or could not
-    end a text where it must: with one of ``eos``, and not before ``least`` tokens."""
-    missing = [name for name in ("allowed", "accept", *more) if not hasattr(guide, name)]
+def check_guide(guide: Guide, eos: Collection[int], min_new_tokens: int, *methods: str) -> None:
+    """Raise ``ValueError`` if ``guide`` lacks a method of ``Guide`` or one of ``methods``, ends with
+    a token that is not in ``eos``, or is used together with ``min_new_tokens``."""
+    missing = [name for name in ("allowed", "accept", *methods) if not hasattr(guide, name)]
     if missing:
-        raise ValueError(f"a guide has {missing[0]}(), and {guide!r:.60} has not")
-    if least:
+        raise ValueError(f"a guide needs a method {missing[0]}(), but {guide!r:.60} has none")
+    if min_new_tokens:
         raise ValueError(
-            f"min_new_tokens is {least}, but a guide may leave none but tokens that end a text"
+            f"min_new_tokens is {min_new_tokens}, but a guide may allow end-of-text tokens only: "
+            "leave out min_new_tokens"
         )
     ends = set(getattr(guide, "ends", ())) - set(eos)
     if ends:
         raise ValueError(
-            f"a guide ends its text with token {min(ends)}, which eos_token_ids must have"
+            f"a guide ends its text with token {min(ends)}, which must be in eos_token_ids"
         )
 
 
 class GuideMasks:
-    """The guides of rows, as they go along their texts. ``guides``: one a row, or None; ``eos``:
-    tokens that end a text."""
+    """The guides of rows, and their masks.
+
+    Args:
+      guides: the guide of each row, or None.
+      words: words of a mask.
+      eos: tokens that end a text.
+    """
 
     def __init__(self, guides: Sequence[Guide | None], words: int, eos: Collection[int]) -> None:
         self._guides, self._eos = guides, eos
         self._counts = np.zeros(len(guides), np.int32)
-        self._bits: Any = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
+        self._masks: Any = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
 
     def accept(self, tokens: Any, counts: Any) -> None:
-        """What was chosen last of each row, int32[rows, n], which has come to so many tokens: taken
-        in where it was not."""
+        """Advance the guides past the tokens of the last step, int32[rows, n]. ``counts``: new
+        tokens of each row after it."""
         for row, guide in enumerate(self._guides):
             for token in tokens[row, : counts[row] - self._counts[row]].tolist():
                 self._counts[row] += 1
@@ -137,23 +151,22 @@ class GuideMasks:
                     guide.accept(token)
 
     def next_masks(self, ended: np.ndarray) -> np.ndarray:
-        """uint32[rows, words]: what may come next; of rows that have ``ended``, bool[rows],
-        anything."""
+        """uint32[rows, words]: the tokens that may come next; all for rows that have ``ended``,
+        bool[rows]."""
         for row, guide in enumerate(self._guides):
             if guide is not None:
-                self._bits[row] = (
-                    ALL_ALLOWED if ended[row] else guide_mask(guide, self._bits.shape[1])
-                )
-        return self._bits.copy()  # what is sent may be read later
+                words = self._masks.shape[1]
+                self._masks[row] = ALL_ALLOWED if ended[row] else guide_mask(guide, words)
+        return self._masks.copy()  # the transfer to the device may read it later
 
     def draft_masks(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
-        """uint32[rows, 1 + n, words]: what may come next, and behind each token of a draft,
-        int32[rows, n], so many of them real, as far as the one before was allowed."""
+        """uint32[rows, 1 + n, words]: the tokens that may come next, and after each token of a
+        draft, int32[rows, n], of which ``counts`` are real."""
         rows, places = tokens.shape
-        found = np.full((rows, places + 1, self._bits.shape[1]), ALL_ALLOWED, np.uint32)
-        found[:, 0] = self.next_masks(ended)
+        masks = np.full((rows, places + 1, self._masks.shape[1]), ALL_ALLOWED, np.uint32)
+        masks[:, 0] = self.next_masks(ended)
         for row, guide in enumerate(self._guides):
             if guide is None or ended[row]:
                 continue
-            draft_masks(guide, tokens[row, : counts[row]].tolist(), found[row], self._eos)
-        return found
+            draft_masks(guide, tokens[row, : counts[row]].tolist(), masks[row], self._eos)
+        return masks

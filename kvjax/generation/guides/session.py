@@ -1,7 +1,7 @@
-"""A generation some of whose rows have guides: each token waits for what the ones before allow.
+"""A generation with guides: the masks of each step depend on the tokens of the previous one.
 
-A step is two programs: one feeds the newest tokens, one chooses the next. While the first runs, the
-host makes the masks for the second.
+A step is two programs: one processes the newest tokens, one chooses the next ones. While the first
+runs, the host computes the masks for the second.
 """
 
 import functools
@@ -29,22 +29,21 @@ from kvjax.sampling.scores import Scores
 
 
 class GuidedSession(Session):
-    """A ``Session`` whose rows keep to their guides. ``decode`` takes one step, and waits for
-    the token before it."""
+    """A ``Session`` with guides. ``decode`` takes one step, and waits for the previous one."""
 
     def __init__(self, lm: LanguageModel, request: GenerationRequest) -> None:
         super().__init__(lm, request)
         assert request.guides is not None
         self._masks = GuideMasks(request.guides, mask_words(lm.config), request.eos_token_ids)
-        self._out: Array | None = None
+        self._tokens: Array | None = None
 
     @property
     def max_steps(self) -> int:
-        """The tokens that ``decode`` may take of a row."""
+        """1, because the host computes masks between two steps."""
         return 1
 
     def begin(self) -> DecodeOutput:
-        """Choose the first token of each row, under its mask."""
+        """Choose the first token of each row."""
         self._past = self.expand_samples()
         zeros = np.zeros(self._rows, np.int32)
         self._progress = self.put(Progress(zeros, zeros, zeros > 0, zeros > 0))  # type: ignore[arg-type]
@@ -53,38 +52,38 @@ class GuidedSession(Session):
         return self._choose(logits, np.zeros(self._rows, bool))
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
-        """Choose one token more, of all rows but those to end now (bool[batch])."""
+        """Choose one more token per row. Rows in ``halt``, bool[batch], end now."""
         self.context, logits = forward(
             self._lm.architecture, self._lm.params, self.context, self._progress, halt
         )
         return self._choose(logits, self._catch_up(halt))
 
     def lower_steps(self) -> dict[str, Lowered]:
-        """The two programs of a step, to be compiled."""
+        """Lower the two programs of a step."""
         lm, halt = self._lm, np.zeros(self._rows, bool)
-        fed = forward.lower(lm.architecture, lm.params, self.context, self._progress, halt)
-        call = self._choose_args(self.zeros_like(fed.out_info[1]), halt)
-        return {"feed": fed, "choose": choose.lower(*call)}
+        lowered = forward.lower(lm.architecture, lm.params, self.context, self._progress, halt)
+        call = self._choose_args(self.zeros_like(lowered.out_info[1]), halt)
+        return {"feed": lowered, "choose": choose.lower(*call)}
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """Give back what was lent; guides have taken in all that was chosen."""
+        """As ``Session.close``; the guides then have accepted all tokens."""
         try:
-            if texts is not None and self._out is not None:
+            if texts is not None and self._tokens is not None:
                 self._catch_up(np.zeros(self._rows, bool))
         finally:
             super().close(texts)
 
     def _catch_up(self, halt: Any) -> np.ndarray:
-        """Let guides take in what was chosen; bool[batch], the rows that have ended."""
-        # While a program runs: the report has had these on the host before.
-        out, count, done = fetch((self._out, self._progress.count, self._progress.done))
-        self._masks.accept(out, count)
+        """Advance the guides past the chosen tokens. Returns bool[batch], rows that have ended."""
+        # The next program already runs, and these small arrays have been fetched before.
+        tokens, count, done = fetch((self._tokens, self._progress.count, self._progress.done))
+        self._masks.accept(tokens, count)
         return np.asarray(halt) | done
 
     def _choose(self, logits: Logits, ended: np.ndarray) -> DecodeOutput:
-        self._progress, self._past, out, scores = choose(*self._choose_args(logits, ended))
-        self._out = out
-        return DecodeOutput(out, self._progress, scores, None)
+        self._progress, self._past, tokens, scores = choose(*self._choose_args(logits, ended))
+        self._tokens = tokens
+        return DecodeOutput(tokens, self._progress, scores, None)
 
     def _choose_args(self, logits: Logits, ended: np.ndarray) -> tuple[Any, ...]:
         request, allowed = self._request, self._masks.next_masks(ended)
@@ -105,29 +104,29 @@ class GuidedSession(Session):
 def forward(
     model: Model, params: Any, context: Context, progress: Progress, halt: Any
 ) -> tuple[Context, Logits]:
-    """Feed the newest token of the rows that go on; the logits behind it."""
+    """Process the newest token of each unfinished row, and return the logits after it."""
     lengths: PerRow = (~(progress.done | halt)).astype(jnp.int32)
     logits, context = context.forward(model, params, progress.token[:, None], lengths)
     return context, gather_vocab(logits, context)
 
 
-@functools.partial(jax.jit, static_argnames=("filters", "scores"), donate_argnames="past")
+@functools.partial(jax.jit, static_argnames=("filters", "logprobs"), donate_argnames="past")
 def choose(
     logits: Logits,
     filters: Filters,
-    settings: SamplingArrays,
+    sampling: SamplingArrays,
     limit: Array,
     progress: Progress,
     past: TokenHistory | None,
     halt: Any,
     allowed: Any,
-    scores: int | None,
+    logprobs: int | None,
 ) -> tuple[Progress, TokenHistory | None, Array, Scores | None]:
-    """The next token of the rows that go on, among those allowed, as a step of
-    ``programs.decode``."""
+    """Choose the next token of each unfinished row among the allowed ones. Tokens and scores have
+    the shape [batch, 1]."""
     progress = replace(progress, done=progress.done | halt)
-    progress, past, found = choose_and_score(
-        progress, past, logits, filters, settings, limit, scores, allowed=allowed
+    progress, past, scores = choose_and_score(
+        progress, past, logits, filters, sampling, limit, logprobs, allowed=allowed
     )
-    out, found = jax.tree.map(lambda x: x[:, None], (progress.token, found))
-    return progress, past, out, found
+    tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
+    return progress, past, tokens, scores
