@@ -53,7 +53,7 @@ class DraftedGuidedSession(GuidedSession):
         lm, context = self._lm, self.context
         assert isinstance(context, Cached)
         draft, drafts.context = propose(*self._propose_args(proposer, drafts, steps, halt))
-        ended = self._caught_up(halt)
+        ended = self._catch_up(halt)
         tokens, lengths = fetch(draft)
         if not lengths.any():
             drafts.acceptance = without_draft(drafts.acceptance)
@@ -65,7 +65,7 @@ class DraftedGuidedSession(GuidedSession):
         (self.context, drafts.context, drafts.acceptance), results = verify(
             *self._verify_args(proposer, drafts, logits, draft, halt, allowed)
         )
-        self._progress, self._past, self._out, scores = results
+        self._progress, self._past, self._tokens, scores = results
         return DecodeOutput(results[2], self._progress, scores, drafts.acceptance)
 
     def lower_steps(self) -> dict[str, Lowered]:
