@@ -110,8 +110,8 @@ def parse_guides(
 
 
 def check_guide(guide: Guide, eos: Collection[int], min_new_tokens: int, *methods: str) -> None:
-    """Raise ``ValueError`` if a guide lacks a method of ``Guide`` or one of ``methods``, ends with a
-    token outside ``eos``, or is used together with ``min_new_tokens``."""
+    """Raise ``ValueError`` if a guide lacks a method of ``Guide`` or one of ``methods``, ends with
+    a token outside ``eos``, or is used together with ``min_new_tokens``."""
     missing = [name for name in ("allowed", "accept", *methods) if not hasattr(guide, name)]
     if missing:
         raise ValueError(f"a guide needs a method {missing[0]}(), but {guide!r:.60} has none")
