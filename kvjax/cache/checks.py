@@ -113,7 +113,7 @@ def _check_pools(what: str, cache: KVCache) -> None:
     if len(page_groups) != len(cache.pools):
         raise ValueError(
             f"{what}: the cache has {len(cache.pools)} pool(s) of pages, and its policies say "
-            f"{len(pagings)}"
+            f"{len(page_groups)}"
         )
     for page_group, pool in zip(page_groups, cache.pools, strict=True):
         wanted = (cache.batch, page_group.layout.columns), page_group.layout.pool

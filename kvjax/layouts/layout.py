@@ -6,7 +6,7 @@ knows nothing about keys, values or devices.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 
@@ -339,7 +339,7 @@ class Growing(LayoutSpec):
 
     start: int = 256
 
-    open_ended = True
+    open_ended: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "start", 1)

@@ -1,6 +1,7 @@
 """The layout that keeps the last tokens of a row, and optionally the first."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import jax.numpy as jnp
 
@@ -50,7 +51,7 @@ class Ring(Layout):
     max_len: int | None = None
     grows_to: int | None = None
 
-    open_ended = True
+    open_ended: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "window", 1, optional=True)

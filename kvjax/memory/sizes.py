@@ -131,7 +131,7 @@ def visible_tokens(
     layer: LayerCache, length: int, own: LayerCache | None = None
 ) -> tuple[int, float]:
     """Tokens that the query behind ``length`` of them sees, and their bytes, of one row; with
-    ``own`` those of them that a device of a mesh has (``share_of``)."""
+    ``own`` those of them that a device of a mesh has (``shard_of``)."""
     own = layer if own is None else own
     layout, stored = layer.policy.layout, token_bytes(layer, (own.keys, own.values))
     window = min((w for w in (layout.window, layer.window) if w is not None), default=length)

@@ -53,7 +53,7 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
     for cache in caches:
         if cache.rotary_len != first.rotary_len:
             raise ValueError(
-                f"keys turned for texts of {first.turned_for} and of {cache.turned_for} tokens "
+                f"keys turned for texts of {first.rotary_len} and of {cache.rotary_len} tokens "
                 "don't go together: give all caches one max_len, or one rotary_len"
             )
         if _model_of(cache) != _model_of(first):

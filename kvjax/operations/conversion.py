@@ -57,7 +57,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     resolved = []
     for entry, old in enumerate(cache.layers):
         wanted = policies[sources.index(entry)]
-        wanted = replace(wanted, placement=wanted.placement.of(old.policy.placement))
+        wanted = replace(wanted, placement=wanted.placement.like(old.policy.placement))
         asked = max_len
         if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
             asked = cache.max_len

@@ -69,13 +69,13 @@ def _into_layer(into: Array, x: Array, run: Run, count: PerRow, layer: Array) ->
 
     def one(row: Array, x: Array, start: Array, skip: Array, count: Array) -> tuple[Array, Array]:
         origin, x, real = _window(run, x, start, skip, count)
-        old = AS_IS.of_row(into, (layer, row), origin, x[None])[0]
+        old = AS_IS.slice_row(into, (layer, row), origin, x[None])[0]
         return origin, jnp.where(real, x, old)
 
     rows, skip = jnp.arange(x.shape[0], dtype=jnp.int32), _skipped(run, count)
     if len(rows) == 1:
         origin, new = one(rows[0], x[0], run.start[0], skip[0], count[0])
-        return AS_IS.with_row(into, (layer, rows[0]), origin, new[None])
+        return AS_IS.update_row(into, (layer, rows[0]), origin, new[None])
     origin, new = jax.vmap(one)(rows, x, run.start, skip, count)
     index = jnp.stack([jnp.broadcast_to(layer, rows.shape), rows, origin], axis=1)
     return scatter_units(into, index, new)
