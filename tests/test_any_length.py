@@ -112,6 +112,7 @@ def test_what_is_mostly_empty_is_not(walked):
     assert np.isnan(in_pages(held(POLICIES["paged"], lengths(high=90)))).all()
 
 
+@pytest.mark.slow
 def test_nor_are_pages_that_two_rows_share(walked):
     cache = held(POLICIES["paged"], lengths(low=140))
     (pool,) = cache.pools

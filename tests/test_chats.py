@@ -98,6 +98,7 @@ def test_ten_turns_read_each_token_once(tiny_llama, policy, fed):
     assert_sees_its_text(chat)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ALL)
 def test_an_edited_chat_is_one_that_was_so_from_the_beginning(tiny_llama, policy):
     chat, other = begun(tiny_llama, policy), begun(tiny_llama, policy)

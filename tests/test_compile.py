@@ -126,6 +126,7 @@ def test_settings_choose_programs(lm):
     assert generate(lm, [prompt(9)], max_len=40, max_new_tokens=9).stats.compilations > 0
 
 
+@pytest.mark.slow
 def test_a_stop_string_compiles_nothing(lm):
     jax.clear_caches()
     kvjax.compile(lm, max_len=64)

@@ -262,6 +262,7 @@ def test_what_others_began_with_is_not_computed_again():
     assert engine.run([prompt])[0].cached_tokens == 0
 
 
+@pytest.mark.slow
 def test_other_parameters_between_steps():
     """Requests go on with them, parked ones too; those that come later are as if there had never
     been others, though they begin like those that were under way."""

@@ -110,6 +110,7 @@ def test_a_text_of_which_nothing_is_encoded_is_refused(embedded, tokens):
     assert one.bytes.encoded == 64 and one.overall.mean_kl > 0
 
 
+@pytest.mark.slow
 def test_what_a_narrow_window_never_shows_does_not_count_as_encoded(found):
     assert found["window"].bytes.encoded == 0 < found["bits=4"].bytes.encoded
 

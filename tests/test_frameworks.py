@@ -93,6 +93,7 @@ class Layers(nn.Module):
         return embed.attend(x)
 
 
+@pytest.mark.slow
 def test_attention_of_linen():
     module = Layers()
     params = module.init(jax.random.key(0), jnp.asarray(TOKENS))

@@ -374,7 +374,7 @@ OTHERS = {
 """Numbers as other libraries have them, of Python's own."""
 
 
-@pytest.mark.slow(but=("NumPy scalars", "JAX"))
+@pytest.mark.slow(but=("JAX",))
 @pytest.mark.parametrize("of", OTHERS.values(), ids=OTHERS)
 def test_numbers_of_other_libraries(tiny_llama, of):
     """They are Python's own numbers: in generation, in an engine and in policies."""

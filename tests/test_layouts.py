@@ -226,6 +226,7 @@ def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
         kvjax.convert(dense, kvjax.policy("static"), max_len=16)
 
 
+@pytest.mark.slow
 def test_rows_of_different_capacities_are_joined():
     small = fill(kvjax.init_cache(CONFIG, batch=1, max_len=8), 5)
     large = fill(kvjax.init_cache(CONFIG, batch=2, max_len=20), 11)
@@ -301,6 +302,7 @@ def seen(cache, layer):
     return [held[p][0][0][0] for p in sorted(held) if p >= first]
 
 
+@pytest.mark.slow
 def test_the_traces_of_the_tests_of_transformers():
     """Static, sliding and hybrid caches, token by token, as their peers' tests have them."""
     static = feed(kvjax.init_cache(CONFIG, max_len=4), [1, 2])
@@ -427,6 +429,7 @@ def test_a_stop_string_is_taken_back_from_a_ring(byte_tokenizer, slack, streamed
                 kvjax.check(result.cache)
 
 
+@pytest.mark.slow
 def test_generation_goes_on_for_ever_in_a_ring(tiny_llama):
     policy = kvjax.policy("sliding_window", window=16, sinks=2)
     result = kvjax.generate(tiny_llama, ["abc"], max_new_tokens=150, eos_token_ids=(), cache=policy)

@@ -529,6 +529,7 @@ def test_without_a_cache_and_on_from_one():
     assert again.tokens == wanted.tokens and again.cache.length.tolist() == [24, 24]
 
 
+@pytest.mark.slow
 def test_whose_texts_they_are():
     """Of another tenant, and of other weights, nothing is found."""
     lm, prompt = small(), list(range(40))
@@ -625,6 +626,7 @@ def test_what_a_tree_refuses(more, message):
         tree_of(lm, **{"policy": POLICIES["raw"]} | more)
 
 
+@pytest.mark.slow
 def test_what_a_request_with_a_tree_refuses():
     lm = small()
     tree = tree_of(lm, POLICIES["raw"], pages=4)
@@ -844,6 +846,7 @@ def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
     assert (hits(), hits()) == (0, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "small"])
 def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, monkeypatch):
     """One that is full, and one for states but for no page, which goes with what stands behind."""

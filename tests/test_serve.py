@@ -648,6 +648,7 @@ def test_what_is_wrong_is_refused_by_its_name(running):
     running.idle()
 
 
+@pytest.mark.slow
 def test_what_asks_for_nothing_is_passed_over(running):
     body = {
         "model": MODEL, "messages": MESSAGE, "max_tokens": 2, "user": "me", "metadata": {"a": "b"},

@@ -181,6 +181,7 @@ def test_figures_are_of_both_caches() -> None:
     assert stats.cache_bytes == {"device": 2 * 2 * 2 * slots * 32 * 4}
 
 
+@pytest.mark.slow
 def test_batches_read_each_their_own() -> None:
     lm = t5()
     found = kvjax.generate_batches(lm, [TEXTS, TEXTS[::-1]], max_new_tokens=NEW)

@@ -89,6 +89,7 @@ def test_a_16_bit_cache_refuses_gradients_or_gives_them():
         assert jnp.abs(found - wanted["weight"]).max() < 0.05 * jnp.abs(wanted["weight"]).max()
 
 
+@pytest.mark.slow
 def test_vmap_over_separate_caches():
     """Three texts, each with a cache of its own of one row, at different lengths."""
     texts = jax.random.randint(jax.random.key(4), (3, 1, 8), 0, CONFIG.vocab_size)
