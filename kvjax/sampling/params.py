@@ -76,8 +76,9 @@ def _as_share(value: Any) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. Every parameter that takes a number is declared by the
-    ``Param`` in the metadata of its field; None means that its step is disabled.
+    """How the next token is chosen. None disables a parameter.
+
+    Every parameter that takes a number is declared by the ``Param`` in the metadata of its field.
 
     Attributes:
       logit_bias: numbers, by token id, that are added to the logits of these tokens.
@@ -238,6 +239,9 @@ PARAMS: dict[str, Param] = {
     each.name: each.metadata["param"] for each in fields(SamplingParams) if each.metadata
 }
 """The declarations of all parameters that take a number, by name."""
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}" + "".join(
+    f"  {name}: {param.help} Must be {param.range}.\n" for name, param in PARAMS.items()
+)
 NEUTRAL: dict[str, np.generic] = {name: param.neutral for name, param in PARAMS.items()} | {
     "biased": NO_TOKEN
 }
