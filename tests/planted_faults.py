@@ -572,13 +572,13 @@ FAULTS = (
     ),
     Fault(
         "continuations are fed from their second token on", "generation/scoring.py",
-        "every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)",
-        "every, _ = _fed(lm, held, [ids[1:] for ids in new], chunk, last_only=False)",
+        "after, _ = _process(lm, kv_cache, [ids[:-1] for ids in new], chunk, last_only=False)",
+        "after, _ = _process(lm, kv_cache, [ids[1:] for ids in new], chunk, last_only=False)",
         ("scores",),
     ),
     Fault(
         "a score forgets its temperature", "generation/scoring.py",
-        "warm = logits / settings.temperature[:, None]", "warm = logits / 1", ("scores",),
+        "warm = logits / sampling.temperature[:, None]", "warm = logits / 1", ("scores",),
     ),
     Fault(
         "a rollout's seed is not looked at", "rollouts/program.py",

@@ -213,7 +213,7 @@ def test_a_score_writes_its_cache_where_it_is(lm):
     """But for what a derivative needs of it."""
     cache = kvjax.init_cache(lm.config, batch=1, max_len=64)
     given = lm.architecture, lm.params, np.zeros((1, 16), np.int32), cache, np.array([4]), True
-    memory = scoring._donating.lower(*given).compile().memory_analysis()
+    memory = scoring._donating_call.lower(*given).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= sum(kvjax.nbytes(cache).values())
     kvjax.score(lm, PROMPTS, CONTINUATIONS)
     with (meter := Timer()).running():

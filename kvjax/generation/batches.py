@@ -1,4 +1,4 @@
-"""Generation over a stream of batches: the next one is got ready while the present one runs."""
+"""Generate for batch after batch; a second thread prepares the next ones meanwhile."""
 
 import itertools
 from collections import deque
@@ -30,14 +30,14 @@ from kvjax.placement.device import Device, check_placement
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts of one batch, and the cache that they go on from, or None for a new one."""
+    """The prompts of one batch, and the cache that they continue; None for a new one."""
 
     prompts: Prompts
     cache: KVCache | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.cache, KVCache | None):
-            raise ValueError(f"the cache of a Batch is a KVCache to go on from, got {self.cache!r}")
+            raise ValueError(f"the cache of a Batch must be a KVCache, got {self.cache!r}")
 
 
 @explicit_signature(GenerateKeywords)
@@ -51,35 +51,35 @@ def generate_batches(
 ) -> Iterator[GenerationResult]:
     """Continue batch after batch of prompts, each as ``generate`` does.
 
-    While one decodes, a second thread gets the next ``limits.prefetch_steps`` batches ready (1 by
-    default; 0 where there are many processes): their texts are encoded and checked, their tokens
-    are on their way to the device, and of the very next one's cache the first ``prefetch_steps``
-    layers, where ``placement`` asks for them to be moved.
+    While one batch decodes, a second thread prepares the next ``limits.prefetch_steps`` batches (1
+    by default, 0 if there are several processes): it tokenizes and checks the prompts and starts
+    the transfer of their tokens. With ``placement``, it also moves the first ``prefetch_steps``
+    layers of the next batch's cache.
 
     Args:
       lm: a model from ``kvjax.models.load``.
-      batches: prompts as of ``generate``, or a ``Batch`` with a cache to go on from, which is used
-        up. So many are taken from the iterator before they run: one that goes on from an earlier
-        result must come that much later, or ``prefetch_steps`` be 0.
-      placement: where caches that are given are to be while their batch runs: ``Device()`` takes up
-        those that were parked on the host. By default they stay where they are.
-      park: where the caches of results are moved to: ``Host()`` makes room for the next batch. By
-        default they stay where they are.
-      settings: the other arguments of ``generate``, the same for all batches; of ``limits`` the
-        ``prefetch_steps`` as well.
+      batches: prompts as for ``generate``, or a ``Batch`` with a cache to continue, which is
+        donated. ``prefetch_steps`` batches are taken from the iterator before they run. To continue
+        the cache of an earlier result sooner, set ``prefetch_steps`` to 0.
+      placement: where given caches are moved before their batch runs. ``Device()`` moves caches
+        back that ``park`` moved to the host. By default they are not moved.
+      park: where the caches of results are moved. ``Host()`` frees device memory for the next
+        batch. By default they are not moved.
+      settings: the other arguments of ``generate``, the same for all batches, and
+        ``limits.prefetch_steps``.
 
     Returns:
       An iterator over results, in order.
 
     Raises:
-      ValueError: as of ``generate``, and whatever ``batches`` raises: from the iteration, when the
-        turn of that batch comes. A placement that is none, at once.
-      TypeError: if ``generate`` does not know a setting.
+      ValueError: as ``generate``, from the iteration when the batch's turn comes; so are errors
+        that ``batches`` raises. An invalid placement is reported at once.
+      TypeError: for a keyword that ``generate`` does not have.
     """
     if isinstance(batches, str):
         raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")
     try:
-        coming = iter(batches)
+        iterator = iter(batches)
     except TypeError:
         raise ValueError(
             f"batches must be an iterable of batches, got {short_repr(batches)}"
@@ -91,17 +91,17 @@ def generate_batches(
     lm = lm if options.mesh is None else lm.on(options.mesh)
     ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
-        ahead = 0  # two threads would meet the other processes' in any order
-    return _Run(lm, options, placement, park, ahead).results(coming)
+        ahead = 0  # the threads of different processes could run collectives in different orders
+    return _Run(lm, options, placement, park, ahead).results(iterator)
 
 
-_Ready = Future[tuple[GenerationRequest, list[PromptChunk] | None]]
-"""A batch that is got ready in the second thread."""
+_Prepared = Future[tuple[GenerationRequest, list[PromptChunk] | None]]
+"""A batch that the second thread prepares."""
 
 
 @dataclass(frozen=True)
 class _Run:
-    """What stays the same from batch to batch."""
+    """The arguments that all batches share."""
 
     lm: LanguageModel
     options: GenerationOptions
@@ -110,72 +110,75 @@ class _Run:
     ahead: int
 
     def results(self, batches: Iterator[Prompts | Batch]) -> Iterator[GenerationResult]:
-        # The caller's default device is the second thread's too.
+        # The second thread uses the caller's default device too.
         device = jax.default_device(jax.config.values["jax_default_device"])
-        second = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__)
-        coming, waiting = self._coming(batches, second), deque[_Ready]()
-        following: Future[KVCache | None] | None = None
+        thread = ThreadPoolExecutor(1, "kvjax-batches", initializer=device.__enter__)
+        prepared, queue = self._prepare_all(batches, thread), deque[_Prepared]()
+        next_cache: Future[KVCache | None] | None = None
         try:
             while True:
-                waiting.extend(itertools.islice(coming, self.ahead + 1 - len(waiting)))
-                if not waiting:
+                queue.extend(itertools.islice(prepared, self.ahead + 1 - len(queue)))
+                if not queue:
                     return
-                present, begun, following = waiting.popleft(), following, None
-                if waiting and self.placement is not None:
-                    following = second.submit(self._first_layers, waiting[0], self.placement)
-                yield self._result(present, begun)
+                batch, cache, next_cache = queue.popleft(), next_cache, None
+                if queue and self.placement is not None:
+                    next_cache = thread.submit(self._move_first_layers, queue[0], self.placement)
+                yield self._result(batch, cache)
         finally:
-            second.shutdown(wait=True, cancel_futures=True)
+            thread.shutdown(wait=True, cancel_futures=True)
 
-    def _coming(
-        self, batches: Iterator[Prompts | Batch], second: ThreadPoolExecutor
-    ) -> Iterator[_Ready]:
-        """The batches, as they are asked for; what is wrong is told when their turn comes."""
-        taken: dict[int, KVCache] = {}  # held, or another could come to have the same id
+    def _prepare_all(
+        self, batches: Iterator[Prompts | Batch], thread: ThreadPoolExecutor
+    ) -> Iterator[_Prepared]:
+        """Take batches from the iterator and prepare them. Errors become failed futures, so that
+        they are raised when the batch's turn comes."""
+        used: dict[int, KVCache] = {}  # keeps the caches alive, so that their ids stay unique
         try:
             for batch in batches:
                 batch = batch if isinstance(batch, Batch) else Batch(batch)
-                given = self.options.cache if batch.cache is None else batch.cache
-                # Told here: the second thread would look at it while it is being used up.
-                if id(given) in taken:
+                cache = self.options.cache if batch.cache is None else batch.cache
+                # Checked here: the second thread could see the cache before it is donated.
+                if id(cache) in used:
                     yield _failed(ValueError(DONATED))
                     continue
-                if isinstance(given, KVCache):
-                    taken[id(given)] = given
-                options = replace(self.options, cache=given)
-                yield second.submit(self._prepared, batch.prompts, options)
+                if isinstance(cache, KVCache):
+                    used[id(cache)] = cache
+                options = replace(self.options, cache=cache)
+                yield thread.submit(self._prepare, batch.prompts, options)
         except Exception as error:
             yield _failed(error)
 
-    def _prepared(
+    def _prepare(
         self, prompts: Prompts, options: GenerationOptions
     ) -> tuple[GenerationRequest, list[PromptChunk] | None]:
         request = prepare_request(self.lm, prompts, options)
-        # What a tree knows of them shows when their turn comes.
+        # How many tokens a prefix tree has cached is known only when the batch runs.
         return request, None if request.prefix_cache else prompt_chunks(request)
 
-    def _first_layers(self, ready: _Ready, placement: Device) -> KVCache | None:
-        """The cache with as many layers moved as are got ready ahead, which are held twice until
-        its turn: if that never comes, the cache given is still whole."""
-        cache = ready.result()[0].cache
+    def _move_first_layers(self, prepared: _Prepared, placement: Device) -> KVCache | None:
+        """Move the first layers of a batch's cache. The given cache keeps its copies until the
+        batch runs, so it stays intact if the batch never runs."""
+        cache = prepared.result()[0].cache
         if cache is None:
             return None
         check_not_donated(cache)
         return move_layers(cache, placement, range(min(self.ahead, len(cache.layers))), keep=True)
 
     @without_mesh_context
-    def _result(self, ready: _Ready, begun: Future[KVCache | None] | None) -> GenerationResult:
-        request, chunks = ready.result()
-        given = request.cache
-        if given is not None:
-            check_not_donated(given)
-            first = None if begun is None else begun.result()
-            if first is not None:
-                for old, new in zip(given.layers, first.layers, strict=True):
+    def _result(
+        self, prepared: _Prepared, moved: Future[KVCache | None] | None
+    ) -> GenerationResult:
+        request, chunks = prepared.result()
+        cache = request.cache
+        if cache is not None:
+            check_not_donated(cache)
+            partly_moved = None if moved is None else moved.result()
+            if partly_moved is not None:
+                for old, new in zip(cache.layers, partly_moved.layers, strict=True):
                     delete_unshared(old, new)
-                given = first
-            given = given if self.placement is None else migrate(given, self.placement)
-            request = replace(request, cache=given)
+                cache = partly_moved
+            cache = cache if self.placement is None else migrate(cache, self.placement)
+            request = replace(request, cache=cache)
         result = run_generation(self.lm, request, chunks=chunks)
         if self.park is None or result.cache is None:
             return result

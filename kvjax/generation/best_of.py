@@ -1,5 +1,4 @@
-"""The best of several samples, as OpenAI's ``best_of``: those with the highest mean
-log-probability of their tokens."""
+"""``best_of``: draw several samples, and return those with the highest mean log-probability."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from kvjax.sampling.scores import TokenScore
 
 
 class BestOf(Iterator[Piece]):
-    """A generation of all samples, whose result has the best of them."""
+    """A generation of all samples, whose result contains the best ones."""
 
     def __init__(
         self,
@@ -25,9 +24,9 @@ class BestOf(Iterator[Piece]):
         *,
         chunks: list[PromptChunk] | None = None,
     ) -> None:
-        told = 0 if request.logprobs is None else request.logprobs
-        every = replace(request, logprobs=told, padded=False, search=None)
-        self._running = Stream(lm, every, watched=False, chunks=chunks)
+        logprobs = 0 if request.logprobs is None else request.logprobs
+        all_samples = replace(request, logprobs=logprobs, padded=False, search=None)
+        self._running = Stream(lm, all_samples, watched=False, chunks=chunks)
         self._request, self._padding = request, getattr(lm, "padding", 0)
         self._result: GenerationResult | None = None
 
@@ -35,12 +34,12 @@ class BestOf(Iterator[Piece]):
         return next(self._running)
 
     def close(self) -> None:
-        """End it here."""
+        """End the generation."""
         self._running.close()
 
     @property
     def result(self) -> GenerationResult:
-        """The whole result.
+        """The best samples.
 
         Raises:
           RuntimeError: before the last piece.
@@ -53,43 +52,45 @@ class BestOf(Iterator[Piece]):
 def best_rows(
     logprobs: Sequence[Sequence[TokenScore]], samples: int, kept: int
 ) -> tuple[np.ndarray, list[float]]:
-    """Of so many samples of each prompt the best: int[prompts, kept], rows, the best one first, of
-    equal ones the first; and each row's mean log-probability, minus infinity without a token.
+    """Rank the samples of each prompt by their mean log-probability.
 
-    ``logprobs``: of each row its tokens'.
+    Args:
+      logprobs: the scores of each row's tokens.
+      samples, kept: rows per prompt, and how many of them to return.
+
+    Returns:
+      int[prompts, kept], the best rows, best first; for equal ones the first. And the mean
+      log-probability of every row, minus infinity for a row without tokens.
     """
-    means = [float(np.mean([each.logprob for each in row])) if row else -np.inf for row in logprobs]
+    means = [float(np.mean([x.logprob for x in row])) if row else -np.inf for row in logprobs]
     ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
     return np.arange(len(ranked))[:, None] * samples + ranked[:, :kept], means
 
 
-def _best(every: GenerationResult, request: GenerationRequest, padding: int) -> GenerationResult:
-    """The best rows of each prompt, the best one first; of equal ones the first."""
+def _best(result: GenerationResult, request: GenerationRequest, padding: int) -> GenerationResult:
+    """Select the best rows of each prompt."""
     search, samples = request.search, request.samples
     assert search is not None
-    rows, means = best_rows(every.logprobs, samples, search.num_return)
-    which = rows.ravel().tolist()
-    cache: Any = every.cache
+    rows, means = best_rows(result.logprobs, samples, search.num_return)
+    selected = rows.ravel().tolist()
+    cache: Any = result.cache
     if cache is not None:
         cache = keep_rows(cache, *rows_to_keep(rows, np.zeros_like(rows), request))
 
-    def of(values: Any) -> Any:
-        return None if values is None else [values[row] for row in which]
+    def select(values: Any) -> Any:
+        return None if values is None else [values[row] for row in selected]
 
-    reasons = tuple(every.stats.stop_reasons[row] for row in which)
     result = replace(
-        every,
-        text=of(every.text),
-        tokens=of(every.tokens),
-        unfed=of(every.unfed),
+        result,
+        text=select(result.text),
+        tokens=select(result.tokens),
+        unfed=select(result.unfed),
         cache=cache,
-        logprobs=None if request.logprobs is None else of(every.logprobs),
-        sequence_scores=of(means),
-        guides=every.guides and tuple(of(every.guides)),
-        stats=replace(every.stats, stop_reasons=reasons),
+        logprobs=None if request.logprobs is None else select(result.logprobs),
+        sequence_scores=select(means),
+        guides=result.guides and tuple(select(result.guides)),
+        stats=replace(result.stats, stop_reasons=tuple(select(result.stats.stop_reasons))),
     )
-    return (
-        pad_result(result, request.max_new_tokens, padding, request.logprobs)
-        if request.padded
-        else result
-    )
+    if request.padded:
+        return pad_result(result, request.max_new_tokens, padding, request.logprobs)
+    return result

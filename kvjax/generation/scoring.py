@@ -1,4 +1,4 @@
-"""Log-probabilities of texts that are given."""
+"""``score``: log-probabilities of given continuations."""
 
 import functools
 from collections.abc import Sequence
@@ -33,10 +33,15 @@ Continuations = Sequence[str | Sequence[int] | Sequence[str] | Sequence[Sequence
 
 @pytree_dataclass
 class Scored:
-    """Of each continuation, a row: ``tokens``, int32[rows, new], and ``lengths``, how many are
-    real, int32[rows]; ``logprobs``, float32[rows, new], by the model's own distribution, and
-    ``drawn``, by the one that tokens would be drawn from with the temperature and filters that were
-    given; both are 0 behind a row's tokens."""
+    """The scores of continuations, one row each.
+
+    Attributes:
+      tokens: int32[rows, new], right-padded.
+      lengths: int32[rows], the number of real tokens.
+      logprobs: float32[rows, new], log-probabilities under the model's distribution; 0 for padding.
+      drawn: float32[rows, new], log-probabilities under the distribution that tokens would be drawn
+        from with the given temperature and filters; 0 for padding.
+    """
 
     tokens: Array
     lengths: Array
@@ -45,8 +50,7 @@ class Scored:
 
     @property
     def totals(self) -> Array:
-        """The log-probability of each continuation as a whole, by the model's own distribution:
-        float32[rows]."""
+        """float32[rows], the log-probability of each continuation under the model's distribution."""
         return jnp.sum(self.logprobs, axis=1)
 
 
@@ -64,26 +68,28 @@ def score(
     typical_p: float | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> Scored:
-    """Log-probabilities of continuations of prompts, each prompt read once for all of its own.
+    """Log-probabilities of continuations of prompts. Each prompt is processed once for all its
+    continuations.
 
-    Differentiable through the parameters: ``jax.grad(lambda params:
-    kvjax.score(lm.with_params(params), prompts, continuations).totals.sum())``; it may stand in
+    Differentiable with respect to the parameters: ``jax.grad(lambda params:
+    kvjax.score(lm.with_params(params), prompts, continuations).totals.sum())``. Works inside
     ``jit``.
 
     Args:
-      lm, prompts: as of ``generate``.
+      lm, prompts: as for ``generate``.
       continuations: for each prompt a text or a list of token ids, or a list of several of these.
       cache: a policy, or its name.
-      temperature, top_k, top_p, min_p, typical_p: of the distribution that ``drawn`` is of.
-      prefill_chunk: tokens of prompts and of continuations that are fed together.
+      temperature, top_k, top_p, min_p, typical_p: of the distribution for ``Scored.drawn``.
+      prefill_chunk: the most tokens of prompts and continuations that are processed together.
 
     Returns:
-      One row for each continuation, a prompt's one behind the other.
+      One row per continuation; those of a prompt are consecutive.
 
     Raises:
-      ValueError: if there is not an entry of continuations for each prompt, one is empty, or a
-        token is not in the vocabulary; if prompt and continuation are more than the model's
-        positions; on a mesh, if its ``data`` does not divide the prompts, and the continuations.
+      ValueError: if the number of entries in ``continuations`` is not that of the prompts, one is
+        empty, a token is outside the vocabulary, or a prompt with its continuation exceeds the
+        model's positions. On a mesh, also if ``data`` does not divide the number of prompts or of
+        continuations.
     """
     check_model(lm, inside=True)
     chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
@@ -93,22 +99,23 @@ def score(
     continuations = as_list("continuations", continuations, "a list with an entry for each prompt")
     if len(continuations) != len(rows):
         raise ValueError(
-            f"{len(rows)} prompts and {len(continuations)} entries of continuations: give one a "
+            f"{len(rows)} prompts, but {len(continuations)} entries of continuations: give one per "
             "prompt, a continuation or a list of several"
         )
-    each = [_several(lm, n, entry) for n, entry in enumerate(continuations)]
-    of = np.array([prompt for prompt, entry in enumerate(each) for _ in entry], np.int32)
-    new = [ids for entry in each for ids in entry]
+    entries = [_tokenize_entry(lm, n, entry) for n, entry in enumerate(continuations)]
+    prompt_of = np.array([prompt for prompt, entry in enumerate(entries) for _ in entry], np.int32)
+    new = [ids for entry in entries for ids in entry]
     longest, most = max(map(len, rows)), max(map(len, new))
     capacity = choose_capacity(lm.config, longest, most, None, None, new="a continuation of ")
-    held = allocate(
+    kv_cache = allocate(
         lm.config, cache, batch=len(rows), max_len=capacity, initial_len=capacity, mesh=lm.mesh
     )
-    last, held = _fed(lm, held, rows, chunk, last_only=True)
-    held = select(held, of.tolist()) if len(of) != len(rows) else held
-    # The last token of a continuation is fed to nobody.
-    every, _ = _fed(lm, held, [ids[:-1] for ids in new], chunk, last_only=False)
-    filters, settings = prepare_sampling(
+    last, kv_cache = _process(lm, kv_cache, rows, chunk, last_only=True)
+    if len(prompt_of) != len(rows):
+        kv_cache = select(kv_cache, prompt_of.tolist())
+    # No logits after the last token of a continuation are needed.
+    after, _ = _process(lm, kv_cache, [ids[:-1] for ids in new], chunk, last_only=False)
+    filters, sampling = prepare_sampling(
         seeds=[0] * len(new),
         temperature=temperature,
         top_k=top_k,
@@ -116,86 +123,92 @@ def score(
         min_p=min_p,
         typical_p=typical_p,
     )
-    before = last[of] if every is None else jnp.concatenate([last[of], every], axis=1)
-    tokens, lengths = _padded(new, before.shape[1])
-    logprobs, drawn = _scored(filters, settings, before, jnp.asarray(tokens), lengths)
+    logits = last[prompt_of]
+    logits = logits if after is None else jnp.concatenate([logits, after], axis=1)
+    tokens, lengths = _pad(new, logits.shape[1])
+    logprobs, drawn = _score_tokens(filters, sampling, logits, jnp.asarray(tokens), lengths)
     return Scored(
         jnp.asarray(tokens[:, :most]), jnp.asarray(lengths), logprobs[:, :most], drawn[:, :most]
     )
 
 
-def _several(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
-    """The continuations of a prompt, as token ids."""
+def _tokenize_entry(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
+    """The token ids of a prompt's continuations."""
     single = isinstance(entry, str)
-    some = [entry] if single else as_list(f"the continuations of prompt {prompt}", entry, "a list")
-    single |= bool(some) and not isinstance(some[0], str) and np.ndim(some[0]) == 0
-    entry = [entry] if single else some
-    if not entry:
+    items = [entry] if single else as_list(f"the continuations of prompt {prompt}", entry, "a list")
+    single |= bool(items) and not isinstance(items[0], str) and np.ndim(items[0]) == 0
+    entries = [entry] if single else items
+    if not entries:
         raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
-    # A second BOS token would stand inside the text.
-    return tokenize_prompts(lm, entry, [1] * len(entry), what=f"of prompt {prompt} continuation")
+    # Lengths above 0: a continuation gets no BOS token.
+    what = f"of prompt {prompt} continuation"
+    return tokenize_prompts(lm, entries, [1] * len(entries), what=what)
 
 
-def _fed(
+def _process(
     lm: LanguageModel, cache: KVCache, rows: list[list[int]], chunk: int, *, last_only: bool
 ) -> tuple[Any, KVCache]:
-    """Logits of rows' tokens, [batch, 1 or new, vocab], None where there are none, and the cache;
-    ``new`` is their number, filled up so that few programs are compiled."""
+    """Append tokens to a cache, chunk by chunk.
+
+    Returns:
+      The logits after the last token of each row, [batch, 1, vocab], or after every token, [batch,
+      width, vocab], where ``width`` is padded; None if there are no tokens. And the cache.
+    """
     longest = max(map(len, rows))
     full, rest = longest // chunk * chunk, longest % chunk
-    tokens, lengths = _padded(rows, full + (padded_width(rest, chunk) if rest else 0))
-    found: list[Any] = []
-    # What a derivative needs of the cache is kept; else it is written where it is.
-    call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating
+    tokens, lengths = _pad(rows, full + (padded_width(rest, chunk) if rest else 0))
+    outputs: list[Any] = []
+    # A derivative needs the old caches, so only calls without tracing donate them.
+    call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating_call
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
         real = np.clip(lengths - start, 0, part.shape[1]).astype(np.int32)
         logits, cache = call(lm.architecture, lm.params, part, cache, real, last_only)
-        if last_only and found:
-            found = [jnp.where((real > 0)[:, None, None], logits, found[0])]
+        if last_only and outputs:
+            outputs = [jnp.where((real > 0)[:, None, None], logits, outputs[0])]
         else:
-            found.append(logits)
-    return (jnp.concatenate(found, axis=1) if found else None), cache
+            outputs.append(logits)
+    return (jnp.concatenate(outputs, axis=1) if outputs else None), cache
 
 
-def _fed_once(
+def _apply(
     model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: PerRow, last_only: bool
 ) -> tuple[Array, KVCache]:
     return model.apply(params, tokens, cache, lengths=lengths, last_only=last_only)
 
 
-_call = jax.jit(_fed_once, static_argnames=("model", "last_only"))
-_donating = jax.jit(_fed_once, static_argnames=("model", "last_only"), donate_argnames="cache")
+_call = jax.jit(_apply, static_argnames=("model", "last_only"))
+_donating_call = jax.jit(_apply, static_argnames=("model", "last_only"), donate_argnames="cache")
 
 
 @functools.partial(jax.jit, static_argnames="filters")
-def _scored(
-    filters: Filters, settings: SamplingArrays, logits: Array, tokens: Array, lengths: PerRow
+def _score_tokens(
+    filters: Filters, sampling: SamplingArrays, logits: Array, tokens: Array, lengths: PerRow
 ) -> tuple[Array, Array]:
-    """float32[rows, new] twice: by the model's own distribution, and by the one drawn from."""
+    """float32[rows, new] twice: under the model's and under the filtered distribution."""
     logits = logits.astype(jnp.float32)
     real = arange_row(tokens.shape[1]) < lengths[:, None]
     own = take_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
-    drawn = jax.vmap(
-        lambda each: filtered_log_softmax(each, filters, settings), in_axes=1, out_axes=1
-    )(logits)
+    drawn = jax.vmap(lambda x: filtered_log_softmax(x, filters, sampling), in_axes=1, out_axes=1)(
+        logits
+    )
     return jnp.where(real, own, 0), jnp.where(real, take_tokens(drawn, tokens), 0)
 
 
-def filtered_log_softmax(logits: Logits, filters: Filters, settings: SamplingArrays) -> Array:
-    """log-probabilities, float32[batch, vocab], of what tokens are drawn from, differentiable: what
-    the filters leave out is at minus infinity."""
+def filtered_log_softmax(logits: Logits, filters: Filters, sampling: SamplingArrays) -> Array:
+    """Differentiable log-probabilities of the distribution that tokens are drawn from,
+    float32[batch, vocab]. Tokens that the filters drop are at minus infinity."""
     if filters.greedy:
         best = jnp.argmax(logits, axis=-1)[:, None] == arange_row(logits.shape[1])
         return jnp.where(best, 0.0, -jnp.inf)
     count = jnp.zeros(logits.shape[0], jnp.int32)
-    left = filter_logits(jax.lax.stop_gradient(logits), filters, settings, count=count)
-    warm = logits / settings.temperature[:, None]
-    return jax.nn.log_softmax(jnp.where(jnp.isfinite(left), warm, -jnp.inf), axis=-1)
+    kept = filter_logits(jax.lax.stop_gradient(logits), filters, sampling, count=count)
+    warm = logits / sampling.temperature[:, None]
+    return jax.nn.log_softmax(jnp.where(jnp.isfinite(kept), warm, -jnp.inf), axis=-1)
 
 
-def _padded(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32[batch, width], padded with 0, and int32[batch]."""
+def _pad(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
+    """int32[batch, width], padded with 0, and the lengths, int32[batch]."""
     lengths = np.array([len(ids) for ids in rows], np.int32)
     tokens = np.zeros((len(rows), width), np.int32)
     for row, ids in enumerate(rows):
