@@ -668,10 +668,10 @@ def test_a_host_that_a_compiler_does_not_know_is_refused(device, lm):
 def test_only_what_kvjax_runs_is_compiled(lm):
     here = jax.devices()[0]
     for model, policy, device, message in (
-        (SHAPES["gpt2"], "static", here, "a ModelShape is planned for, and not run"),
+        (SHAPES["gpt2"], "static", here, "a ModelShape can only be planned for"),
         (lm.config, "static", here, "its architecture or a ModelShape, not a LlamaConfig"),
         (lm.architecture, "static", None, "of a Architecture alone it compiles for a device="),
-        (lm, kvjax.policy("auto", memory="1MB"), here, "moves its layers while it runs"),
+        (lm, kvjax.policy("auto", memory="1MB"), here, "moves layers at run time"),
     ):
         with pytest.raises(ValueError, match=message):
             kvjax.compile(model, policy, max_len=64, device=device)

@@ -50,7 +50,7 @@ class Scored:
 
     @property
     def totals(self) -> Array:
-        """float32[rows], the log-probability of each continuation under the model's distribution."""
+        """float32[rows], the log-probability of each continuation."""
         return jnp.sum(self.logprobs, axis=1)
 
 

@@ -229,7 +229,9 @@ class SamplingParams:
             else np.zeros(0, np.float32),
         }
         # NumPy arrays, until jit transfers them.
-        rows = {name: np.stack([value] * len(seeds)) for name, value in arrays.items()}
+        rows: dict[str, Any] = {
+            name: np.stack([value] * len(seeds)) for name, value in arrays.items()
+        }
         words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
         rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
         return filters, SamplingArrays(**rows)
@@ -338,7 +340,7 @@ class SamplingArrays:
     @property
     def filters(self) -> Filters:
         """The steps that at least one row enables, as traced truth values."""
-        steps: dict[str, Array] = {}
+        steps: dict[str, Any] = {}
         for name, param in PARAMS.items():
             if param.step:
                 enabled = jnp.any(getattr(self, name) != param.neutral)

@@ -1,4 +1,4 @@
-"""Compiling before the first request: what ``kvjax.generate`` will run, without running it."""
+"""``compile``: compile the programs of ``generate`` before the first request."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -28,16 +28,19 @@ from kvjax.policies.presets import PolicyChoice
 
 @dataclass(frozen=True)
 class Compiled:
-    """What ``compile`` has made ready.
+    """The result of ``compile``.
 
-    ``seconds``: what it took. ``programs``: of the generation, ready now: prefill for every width
-    of a chunk, the first token, and the decode loop, at every capacity. ``compilations``: how many
-    were compiled, or fetched from the persistent compilation cache, for it, small ones around them
-    counted; 0 if all were there. ``temporaries``: bytes that the largest of them needs beside
-    weights and cache, None where the compiler does not say. ``executables``: by name (``"prefill
-    16"``, ``"decode"``, of a cache that grows ``"decode of 256"``), what JAX knows of each:
-    ``.as_text()``, ``.memory_analysis()``; the first token's, which runs here, among those for a
-    ``device`` alone.
+    Attributes:
+      seconds: how long it took.
+      programs: how many programs of the generation are ready: prefill for every chunk width, the
+        first token, and the decode loop, at every capacity.
+      compilations: programs compiled, or read from the persistent compilation cache, including
+        small helper programs; 0 if all were compiled before.
+      temporaries: bytes of temporary memory of the largest program, in addition to weights and
+        cache; None if the compiler does not report it.
+      executables: JAX's compiled programs by name (``"prefill 16"``, ``"decode"``, for a growing
+        cache ``"decode of 256"``), with ``.as_text()`` and ``.memory_analysis()``. The program of
+        the first token is included for another ``device`` only.
     """
 
     seconds: float
@@ -58,148 +61,145 @@ def compile(
     device: Any = None,
     **settings: Unpack[CompileKeywords],
 ) -> Compiled:
-    """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run, so that
-    in this process it compiles nothing, for any prompts and any number of new tokens.
+    """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run. In this
+    process, it then compiles nothing, for any prompts and any number of new tokens.
 
-    It costs the compilations, one after the other, and the memory of a cache while they last, which
-    is allocated and freed: of one that grows twice, grown to every capacity that a text may meet
-    on its way. The model is not run; the sampler is, once, on logits of 0. Programs are kept where
-    ``jax.jit`` finds them again, so ``jax.clear_caches`` forgets them; with JAX's persistent
-    compilation cache the next process reads instead of compiling. A cache that keeps to a memory
-    (``policy("auto")``) may move its layers on ways that are not gone here, and then compiles.
+    Programs are compiled one after the other. Meanwhile a cache is allocated; one that grows is
+    allocated at every capacity that a sequence may need. The model does not run; the sampler runs
+    once, on logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent
+    compilation cache, later processes read them instead of compiling. ``policy("auto")`` may move
+    layers in ways that this function does not try, and then compiles.
 
     Args:
-      lm: the model; for a ``device`` its architecture, without weights, will do
+      lm: the model. With ``device``, an architecture without weights is sufficient
         (``models.Architecture``, ``lm.architecture``).
-      policy, max_len, batch: of the cache, tokens a row that it can hold, and rows. A text without
-        ``max_len`` has the programs of the capacity that ``generate`` rounds up to, where the
-        policy is ``"static"``.
-      device: compile for this one instead, whether it is here or not: a name (``"v5e"``,
+      policy: of the cache.
+      max_len: tokens per row that the cache can hold. ``generate`` without ``max_len`` rounds the
+        capacity up (for the policy ``"static"``), and then uses the programs of that capacity.
+      batch: the number of rows.
+      device: compile for this target device instead, which need not be present: a name (``"v5e"``,
         ``"h200"``), a ``jax.Device``, a topology, or a mesh of such (``make_mesh(tensor=4,
-        devices="v5e")``). Nothing is allocated, and nothing is kept but in the result.
+        devices="v5e")``). Nothing is allocated, and programs are kept in the result only.
       temperature, top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty,
-        presence_penalty, no_repeat_ngram_size, min_new_tokens: as they will be given to
-        ``generate``. Which of them are given chooses programs, and whether ``temperature`` is 0;
-        other values compile nothing.
-      eos_token_ids, prefill_chunk: as for ``generate``; more than 7 tokens choose a program.
-      logit_bias, logprobs: as for ``generate``; whether they are given chooses programs, and of the
-        tokens of a bias how many: room is made for 8, 16, 32 and so on, one of it left empty. Each
-        number of ``logprobs`` has its own.
-      guide: as for ``generate``, any guide, which stays as it is; whether it is given chooses
-        programs.
-      rotary_len: as for ``generate``; each has programs of its own.
-      num_beams, num_beam_groups: as for ``generate``, with ``n=1``, which chooses a small program.
-        Pools of pages are as large as beams of a request need; one whose ``pages`` the policy names
-        compiles nothing more.
+        presence_penalty, no_repeat_ngram_size, min_new_tokens: as for ``generate``. Programs
+        depend on which of them are given, and on whether ``temperature`` is 0, but not on other
+        values.
+      eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens need another
+      program. logit_bias, logprobs: as for ``generate``. Programs depend on whether they are given,
+        on the number of ``logprobs``, and on the number of biased tokens plus 1, rounded up to 8,
+        16, 32 and so on.
+      guide: as for ``generate``; any guide, which is not changed. Programs depend on whether one is
+        given.
+      rotary_len: as for ``generate``. Each value has its own programs.
+      num_beams, num_beam_groups: as for ``generate``, with ``n=1``; other ``n`` need another small
+        program. Page pools have the size that a request's beams need. With a policy that sets
+        ``pages``, ``generate`` compiles nothing else.
 
     Raises:
-      ValueError: as of ``generate``; if ``policy`` is a cache; if there is no such device, or it
-        does not compile for bodies on the host.
+      ValueError: as ``generate``; if ``policy`` is a cache; if the device is unknown, or can't
+        compile for caches on the host.
       MissingCompilerError: if the compiler of ``device`` is not installed.
     """
     if device is None and not hasattr(lm, "params"):
         raise ValueError(
-            f"compile takes a loaded model; of a {type(lm).__name__} alone it compiles for a "
-            "device=, 'v5e' perhaps"
+            f"expected a loaded model, got a {type(lm).__name__}: without weights, compile needs "
+            "device=, for example 'v5e'"
         )
     if isinstance(policy, KVCache):
-        raise ValueError("compile takes a policy, not a cache: give the one that it follows")
+        raise ValueError("expected a policy, got a cache: give the policy that it was created with")
     check_encoded(lm)
     batch = as_int("batch", batch, 1)
     options = GenerationOptions(cache=policy, max_len=max_len, max_new_tokens=1, **settings)
     least = min(as_int("min_new_tokens", options.min_new_tokens, 0), 1)
     groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     options = replace(options, min_new_tokens=least, diversity_penalty=float(groups > 1))
-    start, meter = time.perf_counter(), Timer()
-    with meter.running():
+    start, timer = time.perf_counter(), Timer()
+    with timer.running():
         if device is not None:
-            found = compile_for_device(lm, policy, batch, options, device)
-            count = len(found)
+            executables = compile_for_device(lm, policy, batch, options, device)
+            count = len(executables)
         else:
-            ready = _Ready(cast(LanguageModel, lm), batch, options)
-            for least, most in ready.capacities:
-                ready.at(least, most)
-            found, count = ready.executables, ready.programs
-    sizes = [each.memory_analysis() for each in found.values()]
+            compiler = _Compiler(cast(LanguageModel, lm), batch, options)
+            for fewest, most in compiler.capacities:
+                compiler.compile_capacity(fewest, most)
+            executables, count = compiler.executables, compiler.programs
+    sizes = [each.memory_analysis() for each in executables.values()]
     temporaries = [int(size.temp_size_in_bytes) for size in sizes if size is not None]
     return Compiled(
         time.perf_counter() - start,
         count,
-        meter.compilations,
+        timer.compilations,
         max(temporaries, default=None),
-        found,
+        executables,
     )
 
 
-class _Ready:
-    """The programs of a generation, made ready one capacity after the other."""
+class _Compiler:
+    """Compiles the programs of a generation on its device, one capacity after the other."""
 
     def __init__(self, lm: LanguageModel, batch: int, options: GenerationOptions) -> None:
         self._lm, self._batch, self._options = lm, batch, options
-        self._request = request = self._asked(1)
+        self._request = request = self._request_of(1)
         self._session = session_of(lm, request) if request.search is None else Session(lm, request)
         self._session.start()
         cache = self._session.cache
         assert cache is not None
         self.capacities = request_capacities(request, cache)
-        self._searches = request.search is not None
-        if not self._searches:
-            # Nothing is fed: tokens are chosen from logits of 0.
+        self._beam_search = request.search is not None
+        if not self._beam_search:
+            # Without a prefill: tokens are chosen from logits of 0.
             jax.block_until_ready(self._session.begin())
         self.programs = 1
         self.executables: dict[str, jax.stages.Compiled] = {}
 
-    def at(self, least: int, most: int) -> None:
-        """Make the programs ready that a cache has at one of its capacities."""
-        if self._searches:
-            # Whose rows are more than those of its prompts.
+    def compile_capacity(self, fewest: int, most: int) -> None:
+        """Compile the programs for sequences of ``fewest`` to ``most`` tokens."""
+        if self._beam_search:
+            # The previous session has a row per beam; prefill needs a row per prompt.
             self._session = Session(self._lm, self._request)
         session = self._session
         session.start()
-        further = max(
-            self._request.prefill_chunk, programs.MAX_STEPS + 1
-        )  # tokens that a dispatch may add
+        per_dispatch = max(self._request.prefill_chunk, programs.MAX_STEPS + 1)
         for _, before in self.capacities:
-            if before < least <= before + further:
-                self._grown(before, most)
+            if before < fewest <= before + per_dispatch:
+                self._grow_beams(before, most)
                 session.start()
                 session.make_room(before)
                 session.make_room(most)
-        widths = chunk_widths(self._request, least, most)
-        chunks = [prompt_chunks(self._asked(rest))[0] for rest in widths.values()]
+        widths = chunk_widths(self._request, fewest, most)
+        chunks = [prompt_chunks(self._request_of(rest))[0] for rest in widths.values()]
         of = f" of {most}" if len(self.capacities) > 1 else ""
-        ready = dict(
-            zip((f"prefill {n}{of}" for n in widths), session.lower_prefill(chunks), strict=True)
-        )
-        if self._searches:
+        names = [f"prefill {width}{of}" for width in widths]
+        lowered = dict(zip(names, session.lower_prefill(chunks), strict=True))
+        if self._beam_search:
             search = search_of(self._request, session)
             jax.block_until_ready(search.begin())
             steps = search.lowered()
         else:
             steps = session.lower_steps()
-            its = zip(widths, session.lower_draft_prefill(chunks), strict=False)
-            ready |= {f"draft's prefill {n}{of}": lowered for n, lowered in its}
-        ready |= {f"{name}{of}": lowered for name, lowered in steps.items()}
-        for name, lowered in ready.items():
-            self.executables[name] = lowered.compile()
+            drafts = zip(widths, session.lower_draft_prefill(chunks), strict=False)
+            lowered |= {f"draft's prefill {width}{of}": program for width, program in drafts}
+        lowered |= {f"{name}{of}": program for name, program in steps.items()}
+        for name, program in lowered.items():
+            self.executables[name] = program.compile()
             self.programs += 1
-        if self._searches:
+        if self._beam_search:
             first = np.arange(len(self._request.prompts))[:, None] * self._request.samples
             search.keep(*rows_to_keep(first, np.zeros_like(first), self._request))
             return
-        # What stands around the programs: a stop string that is taken back.
+        # Small programs, such as the one that rewinds after a stop string.
         session.rewind(np.zeros(len(self._request.prompts), np.int32))
         session.check()
 
-    def _grown(self, before: int, most: int) -> None:
-        """A search that outgrows a capacity, once its beams have rows of their own."""
-        if self._searches:
+    def _grow_beams(self, before: int, most: int) -> None:
+        """Grow the cache of a beam search that already has a row per beam."""
+        if self._beam_search:
             session = Session(self._lm, self._request)
             session.start()
             session.make_room(before)
             search_of(self._request, session).begin()
             session.make_room(most)
 
-    def _asked(self, tokens: int) -> GenerationRequest:
-        """A request of so many tokens a row."""
+    def _request_of(self, tokens: int) -> GenerationRequest:
+        """A request with prompts of ``tokens`` tokens."""
         return prepare_request(self._lm, [[0] * tokens] * self._batch, self._options)

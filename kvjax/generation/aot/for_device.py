@@ -1,4 +1,4 @@
-"""The programs of a generation, compiled for devices that need not be here: from shapes alone."""
+"""Compile the programs of a generation for a target device, from shapes only."""
 
 import functools
 from collections.abc import Callable
@@ -40,7 +40,7 @@ from kvjax.sampling.scores import Scores
 def compile_for_device(
     lm: Any, policy: PolicyChoice, batch: int, options: GenerationOptions, device: Any
 ) -> dict[str, jax.stages.Compiled]:
-    """The programs that ``generate`` would run, by name.
+    """The programs that ``generate`` would run on a target device, by name.
 
     Args:
       lm: a loaded model, or its architecture.
@@ -49,51 +49,50 @@ def compile_for_device(
       device: a device, its name, a topology, or a mesh.
 
     Raises:
-      ValueError: as of ``compile``.
+      ValueError: as ``compile``.
       MissingCompilerError: if the device's compiler is not installed.
     """
     device, mesh = resolve_device_or_mesh(device)
     if budget_of(policy) is not None:
         raise ValueError(
-            "policy('auto') moves its layers while it runs: compile for a device with the policies "
-            "that it chooses among, on the device or on the host"
+            "policy('auto') moves layers at run time, so it can't be compiled for a device: use a "
+            "policy for the device or for the host"
         )
     model: Any = AbstractModel.of(lm, mesh)
     request = prepare_request(model, [[0]] * batch, options)
+    compiled: dict[str, jax.stages.Compiled] = {}
     with compiling_for(device):
-        first = abstract_request_cache(
-            model, policy, request, None
-        )  # what grows, as small as it begins
-        found: dict[str, jax.stages.Compiled] = {}
-        capacities = request_capacities(request, first)
-        for least, most in capacities:
+        capacities = request_capacities(
+            request, abstract_request_cache(model, policy, request, None)
+        )
+        for fewest, most in capacities:
             of = f" of {most}" if len(capacities) > 1 else ""
-            programs_of = _Programs(
-                model, request, abstract_request_cache(model, policy, request, most), device
-            )
+            cache = abstract_request_cache(model, policy, request, most)
+            programs_of = _Programs(model, request, cache, device)
             if request.search is not None:
-                # A row for each beam, of the pages that they need.
-                wide = abstract_request_cache(
+                # One row per beam, and page pools of the size that beams need.
+                beam_cache = abstract_request_cache(
                     model, request.policy or policy, request, most, request.samples
                 )
-                for name, ready in _Programs(model, request, wide, device).of_search().items():
+                beam_programs = _Programs(model, request, beam_cache, device).search()
+                for name, compile_program in beam_programs.items():
                     name += "" if name == "first tokens" else of
-                    if name not in found:
-                        found[name] = ready()
-                for width in chunk_widths(request, least, most):
-                    found[f"prefill {width}{of}"] = programs_of.prefill(width)
+                    if name not in compiled:
+                        compiled[name] = compile_program()
+                for width in chunk_widths(request, fewest, most):
+                    compiled[f"prefill {width}{of}"] = programs_of.prefill(width)
                 continue
-            if not found and request.guides is None:
-                found["first token"] = programs_of.begin()
-            for width in chunk_widths(request, least, most):
-                found[f"prefill {width}{of}"] = programs_of.prefill(width)
-            for name, ready in programs_of.steps().items():
-                found[f"{name}{of}"] = ready()
-    return found
+            if not compiled and request.guides is None:
+                compiled["first token"] = programs_of.choose_first()
+            for width in chunk_widths(request, fewest, most):
+                compiled[f"prefill {width}{of}"] = programs_of.prefill(width)
+            for name, compile_program in programs_of.steps().items():
+                compiled[f"{name}{of}"] = compile_program()
+    return compiled
 
 
 class _Programs:
-    """The programs for one capacity of the cache."""
+    """Compiles the programs for one capacity of the cache."""
 
     def __init__(
         self, model: AbstractModel, request: GenerationRequest, cache: KVCache, device: Any
@@ -102,14 +101,18 @@ class _Programs:
         self._rows = cache.batch
         self._context = Cached(cache)
         self._device, self._platform = device, device.platform
-        self._near = SingleDeviceSharding(device)
-        weights: Any = jax.tree.map(lambda _: self._near, model.params)
+        self._on_device = SingleDeviceSharding(device)
+        weights: Any = jax.tree.map(lambda _: self._on_device, model.params)
         if model.mesh is not None:
-            weights = _sharded(model.architecture)(model.mesh)
-        there = Cached(array_shardings(cache, device))
-        self._homes: list[tuple[Any, Any]] = [(model.params, weights), (self._context, there)]
+            weights = _param_shardings(model.architecture)(model.mesh)
+        context_shardings = Cached(array_shardings(cache, device))
+        # Arguments with their shardings. All others are sharded by rows or replicated.
+        self._known: list[tuple[Any, Any]] = [
+            (model.params, weights),
+            (self._context, context_shardings),
+        ]
         vocab = model.config.vocab_size
-        self._logits = self._of_rows(jnp.float32, vocab)
+        self._logits = self._row_array(jnp.float32, vocab)
         past = make_history(
             [[]] * self._rows,
             vocab=vocab,
@@ -120,106 +123,107 @@ class _Programs:
         self._past = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), past)
         self._limit = jax.ShapeDtypeStruct((), jnp.int32)
         self._progress = Progress(
-            self._of_rows(jnp.int32),
-            self._of_rows(jnp.int32),
-            self._of_rows(jnp.bool_),
-            self._of_rows(jnp.bool_),
+            self._row_array(jnp.int32),
+            self._row_array(jnp.int32),
+            self._row_array(jnp.bool_),
+            self._row_array(jnp.bool_),
         )
 
     def prefill(self, width: int) -> jax.stages.Compiled:
-        """Of a chunk of so many tokens."""
+        """Prefill of a chunk of ``width`` tokens."""
         call = functools.partial(unwrap(programs.prefill), self._model.architecture)
         chunk = (
-            self._of_rows(jnp.int32, width),
-            self._of_rows(jnp.int32),
-            self._of_rows(jnp.bool_),
+            self._row_array(jnp.int32, width),
+            self._row_array(jnp.int32),
+            self._row_array(jnp.bool_),
         )
-        return self._compiled(
-            call,
-            (1, 2),
-            (self._model.params, self._context, self._logits, *chunk),
-            (self._context, self._logits),
-        )
+        arguments = (self._model.params, self._context, self._logits, *chunk)
+        return self._compile(call, (1, 2), arguments, (self._context, self._logits))
 
-    def begin(self) -> jax.stages.Compiled:
-        """Of the first token."""
-        filters, scores = self._request.filters, self._request.logprobs
+    def choose_first(self) -> jax.stages.Compiled:
+        """The program that chooses the first token."""
+        filters, logprobs = self._request.filters, self._request.logprobs
 
-        def call(logits: Any, settings: Any, limit: Any, past: Any) -> Any:
-            return unwrap(programs.choose_first)(logits, filters, settings, limit, past, scores)
+        def call(logits: Any, sampling: Any, limit: Any, past: Any) -> Any:
+            return unwrap(programs.choose_first)(logits, filters, sampling, limit, past, logprobs)
 
-        given = self._logits, self._request.sampling, self._limit, self._past
-        return self._compiled(call, (3,), given, (self._progress, self._past, self._scores(1)))
+        arguments = self._logits, self._request.sampling, self._limit, self._past
+        return self._compile(call, (3,), arguments, (self._progress, self._past, self._scores(1)))
 
     def steps(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
-        """Of a step, or of many in a loop, each when it is asked for."""
+        """Functions that compile the decode loop, or the programs of a guided step, by name."""
         model, request = self._model, self._request
         if request.guides is None:
             return {"decode": self.decode}
         words, vocab = mask_words(model.config), model.config.vocab_size
         common = request, model.architecture, model.params, self._context
-        found = guided_programs(
+        compilers = guided_programs(
             *common,
             self._logits,
             self._past,
             self._progress,
             words,
             self._scores(1),
-            self._compiled,
+            self._compile,
         )
         if (drafts := self._drafts()) is not None:
-            found |= drafted_guided_programs(
-                *common, self._past, self._progress, words, vocab, drafts, self._compiled
+            compilers |= drafted_guided_programs(
+                *common, self._past, self._progress, words, vocab, drafts, self._compile
             )
-        return found
+        return compilers
 
     def decode(self) -> jax.stages.Compiled:
-        """Of the decode loop, perhaps with drafts."""
+        """The decode loop, with drafts if the request has them."""
         static = self._model.architecture, self._request.filters
-        scores, drafts = self._request.logprobs, self._drafts()
-        given = (
+        logprobs, drafts = self._request.logprobs, self._drafts()
+        arguments = (
             self._model.params,
             self._context,
             self._progress,
             self._past,
-            self._of_rows(jnp.bool_),
+            self._row_array(jnp.bool_),
             self._request.sampling,
             self._limit,
             self._limit,
         )
-        chosen = self._of_rows(jnp.int32, programs.MAX_STEPS), self._scores(programs.MAX_STEPS)
-        found = self._context, self._progress, self._past, *chosen
+        tokens = self._row_array(jnp.int32, programs.MAX_STEPS)
+        scores = self._scores(programs.MAX_STEPS)
+        results = self._context, self._progress, self._past, tokens, scores
         if drafts is None:
-            call = functools.partial(unwrap(programs.decode), *static, logprobs=scores)
-            return self._compiled(call, (1, 3), given, found)
-        proposer, its, held, fared = drafts
+            call = functools.partial(unwrap(programs.decode), *static, logprobs=logprobs)
+            return self._compile(call, (1, 3), arguments, results)
+        proposer, draft_params, draft_context, acceptance = drafts
 
-        def checked(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
-            return unwrap(speculate)(proposer, its, held, fared, *static, *rest, scores=scores)
+        def call_speculate(params: Any, context: Any, acceptance: Any, *rest: Any) -> Any:
+            return unwrap(speculate)(
+                proposer, params, context, acceptance, *static, *rest, scores=logprobs
+            )
 
-        return self._compiled(checked, (1, 4, 6), (its, held, fared, *given), (held, fared, *found))
+        arguments = draft_params, draft_context, acceptance, *arguments
+        results = draft_context, acceptance, *results
+        return self._compile(call_speculate, (1, 4, 6), arguments, results)
 
     def _drafts(self) -> tuple[Any, ...] | None:
-        """What proposes, its parameters, its cache, and how it fares, as shapes."""
+        """The proposer, and the shapes of its parameters, its context and its acceptance."""
         request, model = self._request, self._model
         if request.draft is None:
             return None
         drafts = SpeculativeDecoder(model, request, request.draft, self._platform)
-        held = jax.eval_shape(drafts.new_context)
-        proposer = drafts.proposer(self._context.cache, held)
+        context = jax.eval_shape(drafts.new_context)
+        proposer = drafts.proposer(self._context.cache, context)
         if proposer is None:
             return None
-        if held is not None:
-            self._homes.append((held, Cached(array_shardings(held.cache, self._device))))
-        its = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafts.params)
-        mesh, everywhere = model.mesh, jax.tree.map(lambda _: self._near, its)
-        if mesh is not None and its is not None:
-            everywhere = _sharded(drafts.architecture)(mesh)
-        self._homes.append((its, everywhere))
-        return proposer, its, held, jax.eval_shape(lambda: drafts.acceptance)
+        if context is not None:
+            self._known.append((context, Cached(array_shardings(context.cache, self._device))))
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafts.params)
+        mesh, shardings = model.mesh, jax.tree.map(lambda _: self._on_device, params)
+        if mesh is not None and params is not None:
+            shardings = _param_shardings(drafts.architecture)(mesh)
+        self._known.append((params, shardings))
+        return proposer, params, context, jax.eval_shape(lambda: drafts.acceptance)
 
-    def of_search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
-        """Of a beam search, each when it is asked for."""
+    def search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+        """Functions that compile the programs of a beam search, by name."""
         return search_programs(
             self._request,
             self._model.architecture,
@@ -228,54 +232,54 @@ class _Programs:
             self._logits,
             self._past,
             mask_words(self._model.config),
-            self._compiled,
+            self._compile,
         )
 
     def _scores(self, tokens: int) -> Scores | None:
         most, shape = self._request.logprobs, (self._rows, tokens)
         return None if most is None else jax.eval_shape(lambda: Scores.zeros(shape, most))
 
-    def _of_rows(self, dtype: Any, *shape: int) -> Any:
+    def _row_array(self, dtype: Any, *shape: int) -> Any:
         return jax.ShapeDtypeStruct((self._rows, *shape), dtype)
 
-    def _compiled(
-        self, call: Callable[..., Any], donated: tuple[int, ...], given: Any, found: Any
+    def _compile(
+        self, call: Callable[..., Any], donated: tuple[int, ...], arguments: Any, results: Any
     ) -> jax.stages.Compiled:
-        """A program, of shapes that are given and found."""
-        shardings = self._shardings(given)
+        """Compile a program with abstract arguments and results."""
+        shardings = self._shardings(arguments)
         program = jax.jit(
             call,
             donate_argnums=donated,
             in_shardings=shardings,
-            out_shardings=self._shardings(found),
+            out_shardings=self._shardings(results),
         )
-        lowered = program.lower(*abstract_arguments(given, shardings))
+        lowered = program.lower(*abstract_arguments(arguments, shardings))
         return lowered.compile(jax_0_8_compiler_options(self._device))
 
     def _shardings(self, parts: Any) -> tuple[Any, ...]:
-        """Of a program's arguments or results, one after the other."""
+        """The shardings of a program's arguments or results."""
 
-        def of(part: Any) -> Any:
-            home = next((home for known, home in self._homes if part is known), None)
-            return jax.tree.map(self._place, part) if home is None else home
+        def shardings_of(part: Any) -> Any:
+            known = next((shardings for tree, shardings in self._known if part is tree), None)
+            return jax.tree.map(self._sharding, part) if known is None else known
 
-        return tuple(of(part) for part in parts)
+        return tuple(shardings_of(part) for part in parts)
 
-    def _place(self, x: Any) -> Any:
-        """Of an array that may have numbers for every row."""
-        spread = self._request.spread
-        if spread is None:
-            return self._near
+    def _sharding(self, x: Any) -> Any:
+        """The sharding of an array whose first axis may be rows."""
+        mesh = self._request.spread
+        if mesh is None:
+            return self._on_device
         batches = self._rows, len(self._request.prompts)
-        return spread.sharding(spread.row_spec() if x.shape[:1] in [(n,) for n in batches] else P())
+        return mesh.sharding(mesh.row_spec() if x.shape[:1] in [(n,) for n in batches] else P())
 
 
-def _sharded(architecture: Any) -> Any:
-    """How a model divides its parameters."""
-    found = getattr(architecture, "param_shardings", None)
-    if found is None:
+def _param_shardings(architecture: Any) -> Any:
+    """The function that returns a model's parameter shardings for a mesh."""
+    shardings = getattr(architecture, "param_shardings", None)
+    if shardings is None:
         raise ValueError(
-            f"a {type(architecture).__name__} does not say how its parameters are divided: it has "
-            "no param_shardings(mesh)"
+            f"a {type(architecture).__name__} has no param_shardings(mesh), so its parameters "
+            "can't be sharded"
         )
-    return found
+    return shardings

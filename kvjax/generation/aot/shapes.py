@@ -21,7 +21,7 @@ _DEFAULTS = GenerationDefaults()
 
 @dataclass(frozen=True)
 class AbstractModel:
-    """A model whose parameters are shapes alone."""
+    """A model whose parameters are ``jax.ShapeDtypeStruct``s."""
 
     architecture: Model
     config: Any
@@ -29,27 +29,27 @@ class AbstractModel:
     mesh: Mesh | None
     generation: GenerationDefaults = _DEFAULTS
     tokenizer: Any = None
-    source: str = "a model of shapes"
+    source: str = "an abstract model"
 
     @classmethod
     def of(cls, lm: Any, mesh: Mesh | None) -> "AbstractModel":
-        """Of a loaded model, or of an ``Architecture``.
+        """The abstract form of a loaded model or an ``Architecture``.
 
         Raises:
-          ValueError: if it is none, or a shape that kvjax does not run.
+          ValueError: if kvjax can plan for the model, but not run it.
         """
         architecture: Any = getattr(lm, "architecture", lm)
         params = getattr(lm, "params", None)
         if params is None:
             params = as_plannable(architecture).abstract_params()
         if architecture.apply is None:
-            raise ValueError(f"a {type(lm).__name__} is planned for, and not run: give a model")
+            raise ValueError(f"a {type(lm).__name__} can only be planned for: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        defaults, words = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
-        return cls(architecture, lm.config, shapes, mesh, defaults, words)
+        defaults, tokenizer = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
+        return cls(architecture, lm.config, shapes, mesh, defaults, tokenizer)
 
     def on(self, mesh: Mesh) -> "AbstractModel":
-        """On a mesh."""
+        """The same model on a mesh."""
         return replace(self, mesh=mesh)
 
 
@@ -60,18 +60,23 @@ def abstract_request_cache(
     slots: int | None,
     times: int = 1,
 ) -> KVCache:
-    """The cache of a request, as shapes; what grows, grown to so many slots; so many rows of each
-    prompt."""
-    each = list(per_layer(policy, model.config))
+    """The abstract cache of a request.
+
+    Args:
+      model, policy, request: the model, the cache policy and the request.
+      slots: the size that growing layouts have grown to; None for their initial size.
+      times: rows per prompt.
+    """
+    policies = list(per_layer(policy, model.config))
     if slots is not None:
-        each = [
-            one if paged(one.layout) else replace(one, layout=one.layout.starting_at(slots))
-            for one in each
+        policies = [
+            each if paged(each.layout) else replace(each, layout=each.layout.starting_at(slots))
+            for each in policies
         ]
     make = functools.partial(
         allocate,
         model.config,
-        each,
+        policies,
         batch=len(request.prompts) * times,
         max_len=request.max_len,
         initial_len=request.capacity,
@@ -82,21 +87,21 @@ def abstract_request_cache(
 
 
 def request_capacities(request: GenerationRequest, cache: KVCache) -> list[tuple[int, int]]:
-    """The fewest and the most tokens a row that meet each capacity of a request's cache, which is
-    given as it begins."""
+    """The capacities that a request's cache, given in its initial size, can have: for each, the
+    fewest and the most tokens per row that lead to it."""
     most = request.capacity if cache.grows_to is None else cache.max_len
-    found = [(1, most)]
+    ranges = [(1, most)]
     while most < request.capacity:
-        least, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
-        found.append((least, most))
-    return found
+        fewest, most = most + 1, min(capacity_bucket(most + 1), request.capacity)
+        ranges.append((fewest, most))
+    return ranges
 
 
-def chunk_widths(request: GenerationRequest, least: int, most: int) -> dict[int, int]:
-    """The widths of a prompt's last chunk that meet a capacity, and of each the longest such chunk:
-    as many lengths as have all widths that end there."""
-    chunk, found = request.prefill_chunk, {}
-    for held in range(least, min(least + chunk, most + 1)):
-        rest = held - (held - 1) // chunk * chunk
-        found.setdefault(request.padded_width(rest), rest)
-    return found
+def chunk_widths(request: GenerationRequest, fewest: int, most: int) -> dict[int, int]:
+    """The padded widths of the last chunk of prompts with ``fewest`` to ``most`` tokens, and for
+    each width the number of real tokens in such a chunk."""
+    chunk, widths = request.prefill_chunk, {}
+    for tokens in range(fewest, min(fewest + chunk, most + 1)):
+        rest = tokens - (tokens - 1) // chunk * chunk
+        widths.setdefault(request.padded_width(rest), rest)
+    return widths

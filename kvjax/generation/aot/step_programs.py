@@ -1,4 +1,7 @@
-"""Compile the programs of guided steps, guided drafts and beam searches, from shapes."""
+"""Compile the programs of guided steps, guided drafts and beam searches, from shapes only.
+
+The functions return, by name, functions without arguments that compile a program.
+"""
 
 import functools
 from collections.abc import Callable
@@ -19,8 +22,8 @@ from kvjax.sampling.scores import Scores
 CompileProgram = Callable[
     [Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any
 ]
-"""Compiles a call with arguments, of which those of these numbers are donated, and its results:
-all of them shapes."""
+"""Compiles a function, given the indices of donated arguments, the arguments and the results, both
+as shapes."""
 
 
 def guided_programs(
@@ -33,25 +36,30 @@ def guided_programs(
     progress: Any,
     words: int,
     scores: Any,
-    compiled: CompileProgram,
+    compile_program: CompileProgram,
 ) -> dict[str, Callable[[], Any]]:
-    """What compiles the two programs of a step, by name; ``words``: of a row's bits; ``scores``: of
-    a token a row."""
-    limit, rows = jax.ShapeDtypeStruct((), jnp.int32), logits.shape[0]
-    halt = jax.ShapeDtypeStruct((rows,), jnp.bool_)
-    allowed = jax.ShapeDtypeStruct((rows, words), jnp.uint32)
-    out = jax.ShapeDtypeStruct((rows, 1), jnp.int32)
+    """The two programs of a guided step.
+
+    Args:
+      request, architecture, params: the request and the model.
+      context, logits, past, progress, scores: shapes, ``scores`` for one token per row.
+      words: words of a token mask.
+      compile_program: compiles a function.
+    """
+    rows = logits.shape[0]
+    limit, halt = _shape(jnp.int32), _shape(jnp.bool_, rows)
+    allowed, tokens = _shape(jnp.uint32, rows, words), _shape(jnp.int32, rows, 1)
 
     def feed() -> Any:
         call = functools.partial(unwrap(guided_session.forward), architecture)
-        return compiled(call, (1,), (params, context, progress, halt), (context, logits))
+        return compile_program(call, (1,), (params, context, progress, halt), (context, logits))
 
     def choose() -> Any:
         def call(logits: Any, *rest: Any) -> Any:
             return unwrap(guided_session.choose)(logits, request.filters, *rest, request.logprobs)
 
-        given = logits, request.sampling, limit, progress, past, halt, allowed
-        return compiled(call, (4,), given, (progress, past, out, scores))
+        arguments = logits, request.sampling, limit, progress, past, halt, allowed
+        return compile_program(call, (4,), arguments, (progress, past, tokens, scores))
 
     return {"feed": feed, "choose": choose}
 
@@ -66,55 +74,53 @@ def drafted_guided_programs(
     words: int,
     vocab: int,
     drafts: tuple[Any, ...],
-    compiled: CompileProgram,
+    compile_program: CompileProgram,
 ) -> dict[str, Callable[[], Any]]:
-    """What compiles the three programs of a step, by name. ``words``: of a row's bits; ``drafts``:
-    what proposes, its parameters, its cache, and how it fares."""
-    proposer, its, held, fared = drafts
+    """The three programs of a guided step with drafts.
+
+    Args:
+      request, architecture, params, context, past, progress, words: as for ``guided_programs``.
+      vocab: the size of the vocabulary.
+      drafts: the proposer, and the shapes of its parameters, its context and its acceptance.
+      compile_program: compiles a function.
+    """
+    proposer, draft_params, draft_context, acceptance = drafts
     rows, places = progress.token.shape[0], 1 + proposer.length
-
-    def of(dtype: Any, *shape: int) -> Any:
-        return jax.ShapeDtypeStruct((rows, *shape), dtype)
-
-    number, halt = jax.ShapeDtypeStruct((), jnp.int32), of(jnp.bool_)
-    drafted, out = (of(jnp.int32, proposer.length), of(jnp.int32)), of(jnp.int32, places)
-    logits, allowed = of(jnp.float32, places, vocab), of(jnp.uint32, places, words)
-    told = None
+    number, halt = _shape(jnp.int32), _shape(jnp.bool_, rows)
+    drafted = _shape(jnp.int32, rows, proposer.length), _shape(jnp.int32, rows)
+    logits = _shape(jnp.float32, rows, places, vocab)
+    allowed, tokens = _shape(jnp.uint32, rows, places, words), _shape(jnp.int32, rows, places)
+    scores = None
     if request.logprobs is not None:
-        told = jax.eval_shape(functools.partial(Scores.zeros, (rows, places), request.logprobs))
+        scores = jax.eval_shape(functools.partial(Scores.zeros, (rows, places), request.logprobs))
 
     def propose() -> Any:
-        def call(its: Any, held: Any, fared: Any, *rest: Any) -> Any:
-            return unwrap(guided_drafts.propose)(proposer, its, held, fared, request.filters, *rest)
+        def call(params: Any, context: Any, acceptance: Any, *rest: Any) -> Any:
+            return unwrap(guided_drafts.propose)(
+                proposer, params, context, acceptance, request.filters, *rest
+            )
 
-        given = its, held, fared, progress, past, halt, request.sampling, number, number
-        return compiled(call, (1,), given, (drafted, held))
+        state = progress, past, halt, request.sampling, number, number
+        arguments = draft_params, draft_context, acceptance, *state
+        return compile_program(call, (1,), arguments, (drafted, draft_context))
 
     def feed() -> Any:
         call = functools.partial(unwrap(guided_drafts.feed), architecture)
-        given = params, context, progress, drafted, halt
-        return compiled(call, (1,), given, (context, logits))
+        arguments = params, context, progress, drafted, halt
+        return compile_program(call, (1,), arguments, (context, logits))
 
     def check() -> Any:
-        def call(context: Any, held: Any, fared: Any, logits: Any, drafted: Any, *rest: Any) -> Any:
-            given = context, held, fared, logits, drafted, request.filters, *rest
-            (*texts,), found = unwrap(guided_drafts.verify)(proposer, *given, request.logprobs)
-            return *texts, *found
+        def call(*arguments: Any) -> Any:
+            rows, rest = arguments[:5], arguments[5:]
+            (*contexts,), results = unwrap(guided_drafts.verify)(
+                proposer, *rows, request.filters, *rest, request.logprobs
+            )
+            return *contexts, *results
 
-        given = (
-            context,
-            held,
-            fared,
-            logits,
-            drafted,
-            request.sampling,
-            number,
-            progress,
-            past,
-            halt,
-            allowed,
-        )
-        return compiled(call, (0, 1, 8), given, (context, held, fared, progress, past, out, told))
+        state = request.sampling, number, progress, past, halt, allowed
+        arguments = context, draft_context, acceptance, logits, drafted, *state
+        results = context, draft_context, acceptance, progress, past, tokens, scores
+        return compile_program(call, (0, 1, 8), arguments, results)
 
     return {"propose": propose, "feed drafts": feed, "check": check}
 
@@ -127,67 +133,66 @@ def search_programs(
     logits: Any,
     past: Any,
     words: int,
-    compiled: CompileProgram,
+    compile_program: CompileProgram,
 ) -> dict[str, Callable[[], Any]]:
-    """What compiles the first tokens and the search, or the two programs of a step under guides, by
-    name; ``context``, ``logits``, ``past``: of a row for each beam; ``words``: of a row's bits."""
-    search, filters, scores = request.search, request.filters, request.logprobs
+    """The programs of a beam search: the first tokens, and the search or a guided step.
+
+    Args:
+      request, architecture, params, words, compile_program: as for ``guided_programs``.
+      context, logits, past: shapes with one row per beam.
+    """
+    search, filters, logprobs = request.search, request.filters, request.logprobs
     assert search is not None and search.beams is not None
-    beams, rows, prompts = search.beams, logits.shape[0], len(request.prompts)
-    number: Any = jax.ShapeDtypeStruct((), jnp.float32)
-    limit: Any = jax.ShapeDtypeStruct((), jnp.int32)
-    numbers = SearchParams(number, limit, number)
-    asked: Any = jax.ShapeDtypeStruct((prompts,), jnp.bool_)
-    since: Any = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    beams, rows = search.beams, logits.shape[0]
+    number, limit = _shape(jnp.float32), _shape(jnp.int32)
+    search_params = SearchParams(number, limit, number)
+    real_prompts, lengths = _shape(jnp.bool_, len(request.prompts)), _shape(jnp.int32, rows)
+    allowed = _shape(jnp.uint32, rows, words)
     state = jax.eval_shape(
-        functools.partial(initial_state, beams=beams, scores=scores), asked, since
+        functools.partial(initial_state, beams=beams, scores=logprobs), real_prompts, lengths
     )
 
-    allowed = jax.ShapeDtypeStruct((rows, words), jnp.uint32)
-
     def columns(width: int) -> Any:
-        each = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-        if scores is None:
-            return each, each, None
-        told = functools.partial(Scores.zeros, (rows, width), scores)
-        return each, each, jax.eval_shape(told)
+        tokens = _shape(jnp.int32, rows, width)
+        if logprobs is None:
+            return tokens, tokens, None
+        zeros = functools.partial(Scores.zeros, (rows, width), logprobs)
+        return tokens, tokens, jax.eval_shape(zeros)
 
     def begin() -> Any:
-        def call(
-            logits: Any,
-            settings: Any,
-            numbers: Any,
-            limit: Any,
-            past: Any,
-            asked: Any,
-            since: Any,
-            *allowed: Any,
-        ) -> Any:
-            given = logits, filters, beams, settings, numbers, limit, past, asked, since
-            return unwrap(beam_programs.begin)(*given, scores, request.spread, *allowed)
+        def call(logits: Any, *rest: Any) -> Any:
+            arguments, masks = rest[:6], rest[6:]
+            return unwrap(beam_programs.begin)(
+                logits, filters, beams, *arguments, logprobs, request.spread, *masks
+            )
 
-        given = logits, request.sampling, numbers, limit, past, asked, since
-        given += () if request.guides is None else (allowed,)
-        return compiled(call, (4,), given, (state, past, columns(1)))
+        masks = () if request.guides is None else (allowed,)
+        state_arguments = request.sampling, search_params, limit, past, real_prompts, lengths
+        arguments = logits, *state_arguments, *masks
+        return compile_program(call, (4,), arguments, (state, past, columns(1)))
 
     def loop() -> Any:
         call = functools.partial(
-            unwrap(beam_programs.search), architecture, filters, beams, scores=scores
+            unwrap(beam_programs.search), architecture, filters, beams, scores=logprobs
         )
-        given = params, context, state, past, request.sampling, numbers, limit, limit
-        return compiled(call, (1, 3), given, (context, state, past, columns(MAX_STEPS)))
+        arguments = params, context, state, past, request.sampling, search_params, limit, limit
+        return compile_program(call, (1, 3), arguments, (context, state, past, columns(MAX_STEPS)))
 
     def feed() -> Any:
         call = functools.partial(unwrap(beam_programs.feed), architecture)
-        return compiled(call, (1,), (params, context, state), (context, logits))
+        return compile_program(call, (1,), (params, context, state), (context, logits))
 
     def choose() -> Any:
         def call(logits: Any, *rest: Any) -> Any:
-            return unwrap(beam_programs.choose)(logits, filters, beams, *rest, scores)
+            return unwrap(beam_programs.choose)(logits, filters, beams, *rest, logprobs)
 
-        given = logits, context, state, past, request.sampling, numbers, limit, allowed
-        return compiled(call, (1, 3), given, (context, state, past, columns(1)))
+        arguments = logits, context, state, past, request.sampling, search_params, limit, allowed
+        return compile_program(call, (1, 3), arguments, (context, state, past, columns(1)))
 
     if request.guides is not None:
         return {"first tokens": begin, "feed": feed, "choose": choose}
     return {"first tokens": begin, "search": loop}
+
+
+def _shape(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
