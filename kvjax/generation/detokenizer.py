@@ -12,7 +12,7 @@ _MAX_PENDING = 64
 
 
 def whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> list[int]:
-    """The longest end of ``tokens`` that decodes to whole characters; [] if there is none.
+    """The longest end of ``tokens`` that decodes to whole characters; possibly [].
 
     Decoders of SentencePiece tokenizers replace a whole run of byte tokens if the run begins inside
     a character. Then the tokens after it could not be decoded either.
@@ -24,8 +24,8 @@ def whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> l
 class TextStream:
     """Decodes one token at a time, and withholds text while its last character is incomplete.
 
-    New tokens are decoded together with those of the previous piece, because a token's text can
-    depend on its neighbors. (``tokenizers.decoders.DecodeStream`` works the same way, but fails if
+    New tokens are decoded together with the previous piece, because a token's text can depend on
+    its neighbors. (``tokenizers.decoders.DecodeStream`` works the same way, but fails if
     a stray byte changes text that it has already returned.)
     """
 
@@ -104,7 +104,7 @@ class RowText:
         """Begin a row.
 
         Args:
-          tokenizer: None if there is none; then there is no text.
+          tokenizer: None for a model without one; then the text stays empty.
           prompt: the tokens before the new ones.
           stops: strings that end the row.
           least: new tokens before a stop string may end the row. The string may begin among them,

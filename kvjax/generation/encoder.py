@@ -37,7 +37,7 @@ def refuse_encoder(what: str, lm: Any) -> None:
 
 
 def check_encoded(lm: Any) -> None:
-    """Raise ``ValueError`` for a model whose encoder has not read any text."""
+    """Raise ``ValueError`` for a model with an encoder that has read no text."""
     if has_encoder(lm) and not has_encoded(lm):
         raise ValueError(NOT_ENCODED)
 

@@ -37,8 +37,8 @@ RunningGeneration = Stream | BeamStream | BestOf
 def generate(
     lm: LanguageModel, prompts: Prompts, **settings: Unpack[GenerateKeywords]
 ) -> GenerationResult:
-    """Continue prompts. Decoding is greedy unless a temperature is given, whatever the checkpoint
-    recommends.
+    """Continue prompts. Decoding is greedy unless a temperature is given, even if the checkpoint
+    recommends one.
 
     Args:
       lm: a model from ``kvjax.models.load``.
@@ -67,8 +67,8 @@ def generate(
         counts only if a later token completes it. These tokens are kept even if the text ends
         before them.
       stop: strings that end a row; its text ends before them.
-      eos_token_ids: tokens that end a row; by default the checkpoint's. Besides the decoder's start
-        token, they are the only values that kvjax takes from ``generation_config.json``.
+      eos_token_ids: tokens that end a row; by default the checkpoint's. These and the
+        decoder's start token are the only values that kvjax takes from ``generation_config.json``.
       use_cache: False processes the whole sequence again for every token: the baseline.
       prefill_chunk: prompts are prefilled in chunks of this many tokens. The last chunk is padded
         to a power of two.
@@ -128,7 +128,7 @@ def generate(
 def stream(
     lm: LanguageModel, prompts: Prompts, **settings: Unpack[GenerateKeywords]
 ) -> RunningGeneration:
-    """Continue prompts, and return the text as it is generated. Arguments and errors are those of
+    """Continue prompts, and return the text as it is generated. Arguments and errors are as for
     ``generate``.
 
     Returns:

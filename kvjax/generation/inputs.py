@@ -113,7 +113,7 @@ def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
 def parse_eos_token_ids(
     lm: LanguageModel, eos_token_ids: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Tokens that end a row: the given ones, or those of the checkpoint."""
+    """Tokens that end a row: the given ones, or the checkpoint's."""
     if eos_token_ids is None:
         return tuple(lm.generation.eos_token_ids)
     given: Any = as_python(eos_token_ids)

@@ -120,7 +120,7 @@ class LanguageModel:
       config: the model's sizes and settings.
       params: a pytree of arrays. Models of ``kvjax.models`` have nested dicts, whose keys are the
         parts of the tensor names in Transformers; weights of linear layers are [out, in].
-      tokenizer: None if there is none.
+      tokenizer: None for a model without one.
       generation: values of ``generation_config.json``.
       architecture: the model without its parameters; hashable, the static argument for ``jit``.
       source: the checkpoint's folder, or another name of the model's origin.
@@ -151,7 +151,7 @@ class LanguageModel:
         """The same model with its parameters sharded over a mesh.
 
         Raises:
-          ValueError: if the mesh has other axes than those of ``make_mesh``, or the model's encoder
+          ValueError: if the mesh has other axes than ``make_mesh`` creates, or the model's encoder
             has already read texts.
         """
         if mesh == self.mesh:
@@ -316,7 +316,7 @@ class LanguageModel:
         """The text of one row of token ids.
 
         Raises:
-          ValueError: if there is no tokenizer, or ``ids`` is not one row.
+          ValueError: if the model has no tokenizer, or ``ids`` is not one row.
         """
         return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
 
@@ -324,7 +324,7 @@ class LanguageModel:
         """Token ids of a conversation, ready for an answer; see ``kvjax.models.Tokenizer.chat``.
 
         Raises:
-          ValueError: if there is no tokenizer or no chat template, or the template rejects the
+          ValueError: if the model has no tokenizer or no chat template, or the template rejects the
             messages.
         """
         tokenizer = self._need_tokenizer()

@@ -120,8 +120,8 @@ def apply_in_chunks(
     vocab: int,
 ) -> tuple[Array, KVCache]:
     """``run(tokens, cache, lengths)``, which returns logits and the cache. A long call is a scan
-    over chunks, compiled once. With ``last_only``, the logits are those of each row's last real
-    token."""
+    over chunks, compiled once. With ``last_only``, it returns the logits after each row's last
+    real token only."""
     batch, new = tokens.shape
     size = chunk_size(cache, last_only, new)
     if new <= size:

@@ -31,7 +31,7 @@ class Progress:
     """The state of each row.
 
     Attributes:
-      token: the newest token. The model has not processed it yet.
+      token: the newest token, which the model will process next.
       count: the number of new tokens.
       done: whether the row has ended.
       broken: whether the row has ended because its logits were not finite.
@@ -56,7 +56,7 @@ def choose_and_score(
 ) -> tuple[Progress, TokenHistory | None, Scores | None]:
     """Apply the user's hook, choose the next token of each unfinished row, and score it.
 
-    The arguments are those of ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is.
+    Arguments as for ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is.
     """
     raw = logits
     if past is not None:
@@ -198,8 +198,8 @@ def choose_first(
     past: TokenHistory | None,
     logprobs: int | None = None,
 ) -> tuple[Progress, TokenHistory | None, Scores | None]:
-    """Choose the first new token of each row, from the logits after its prompt. The arguments are
-    those of ``decode``; scores have the shape [batch, 1]."""
+    """Choose the first new token of each row, from the logits after its prompt. Arguments as for
+    ``decode``; scores have the shape [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
     progress, past, scores = choose_and_score(
@@ -235,8 +235,8 @@ def decode(
       logprobs: how many of the most likely tokens to score with each new token; None for no scores.
 
     Returns:
-      ``context``, ``progress`` and ``past``; the chosen tokens, int32[batch, MAX_STEPS], of which
-      a row has as many as its ``count`` has grown by; their scores, [batch, MAX_STEPS].
+      ``context``, ``progress`` and ``past``; the chosen tokens, int32[batch, MAX_STEPS]: a row has
+      as many as its ``count`` has grown by; their scores, [batch, MAX_STEPS].
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
     return decode_loop(

@@ -273,7 +273,7 @@ def prepare_request(
 
 def padded_width(tokens: int, chunk: int) -> int:
     """The width that a prompt's last ``tokens`` are padded to: a power of two from 16 up, at most
-    ``chunk``. So few widths are compiled."""
+    ``chunk``, which limits the number of compiled programs."""
     return min(chunk, max(_SMALLEST_WIDTH, 1 << (tokens - 1).bit_length()))
 
 

@@ -57,8 +57,8 @@ class GenerationStats:
       compilations: programs compiled, or read from the persistent compilation cache.
       stop_reasons: for each row ``"eos"``, ``"stop"``, ``"length"``, or ``"stopped"`` for a stopped
         stream; None while the row runs.
-      beyond_context: tokens of the longest row, including those of a given cache, beyond the length
-        that the model was trained for. A ring whose window is shorter than that has none.
+      beyond_context: tokens of the longest row, including tokens in a given cache, beyond the
+        length that the model was trained for. A ring whose window is shorter than that has none.
       moves: layers that ``policy("auto")`` moved, in order.
       cached_tokens: prompt tokens that the ``prefix_cache`` had.
       speculation: statistics of drafts; None without a draft.
@@ -175,7 +175,7 @@ class Timer:
     def __init__(self) -> None:
         self.compilations = 0
         self._wall = 0.0
-        # Events of nested functions overlap those of the outer one, so intervals are merged.
+        # Events of nested functions overlap the outer function's, so intervals are merged.
         self._compiling: list[tuple[float, float]] = []
 
     @contextmanager

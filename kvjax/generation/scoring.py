@@ -83,12 +83,12 @@ def score(
       prefill_chunk: the most tokens of prompts and continuations that are processed together.
 
     Returns:
-      One row per continuation; those of a prompt are consecutive.
+      One row per continuation; the continuations of a prompt are consecutive.
 
     Raises:
-      ValueError: if the number of entries in ``continuations`` is not that of the prompts, one is
-        empty, a token is outside the vocabulary, or a prompt with its continuation exceeds the
-        model's positions. On a mesh, also if ``data`` does not divide the number of prompts or of
+      ValueError: if ``continuations`` does not have one entry per prompt, an entry is empty, a
+        token is outside the vocabulary, or a prompt with its continuation exceeds the model's
+        positions. On a mesh, also if ``data`` does not divide the number of prompts or of
         continuations.
     """
     check_model(lm, inside=True)
@@ -152,7 +152,7 @@ def _process(
 
     Returns:
       The logits after the last token of each row, [batch, 1, vocab], or after every token, [batch,
-      width, vocab], where ``width`` is padded; None if there are no tokens. And the cache.
+      width, vocab], where ``width`` is padded; None for rows without tokens. And the cache.
     """
     longest = max(map(len, rows))
     full, rest = longest // chunk * chunk, longest % chunk

@@ -97,7 +97,7 @@ class PieceIterator(Iterator[Piece]):
           RuntimeError: before the last piece.
         """
         if self._result is None:
-            raise RuntimeError("there is no result before the last piece: iterate to the end")
+            raise RuntimeError("the result is available after the last piece: iterate to the end")
         return self._result
 
     def _run(self) -> Generator[Piece, None, None]:
@@ -183,7 +183,7 @@ class Stream(PieceIterator):
         prompt_positions = request.positions - limit
         in_flight: deque[DecodeOutput] = deque()
         # With a second dispatch in flight, the device works while the host decodes text. Only the
-        # host sees stop strings, so there is no second one if there are any.
+        # host sees stop strings, so with stop strings only one dispatch is in flight.
         one_by_one = session.max_steps is not None
         depth = 1 if request.stop or one_by_one else 2
         while any(row.reason is None for row in self._rows):

@@ -89,7 +89,7 @@ def filter_logits(
     allowed: Allowed | None = None,
 ) -> Logits:
     """The logits that ``sample`` draws from, or takes the maximum of if it is greedy. Tokens that
-    can't be drawn are at minus infinity. The arguments are those of ``sample``."""
+    can't be drawn are at minus infinity. Arguments as for ``sample``."""
     logits = _apply_penalties(logits, filters, sampling, count, past, allowed)
     return cond(
         filters.greedy, lambda x: x, lambda x: apply_draw_filters(x, filters, sampling), logits

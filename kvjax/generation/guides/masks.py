@@ -90,7 +90,7 @@ def parse_guides(
       eos, min_new_tokens: as for ``check_guide``.
 
     Raises:
-      ValueError: if a guide is invalid, or their number is not that of the prompts.
+      ValueError: if a guide is invalid, or there is not one per prompt.
     """
     guides = list(given) if isinstance(given, Sequence) else [given] * prompts
     if len(guides) != prompts:
@@ -161,7 +161,7 @@ class GuideMasks:
 
     def draft_masks(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
         """uint32[rows, 1 + n, words]: the tokens that may come next, and after each token of a
-        draft, int32[rows, n], of which ``counts`` are real."""
+        draft, int32[rows, n], with ``counts`` real tokens per row."""
         rows, places = tokens.shape
         masks = np.full((rows, places + 1, self._masks.shape[1]), ALL_ALLOWED, np.uint32)
         masks[:, 0] = self.next_masks(ended)
