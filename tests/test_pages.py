@@ -27,9 +27,9 @@ def _jit(name):
     return jax.jit(lambda pool, *args: jax.tree.map(lambda x: x, method(pool, *args)))
 
 
-APPEND, ALLOCATE, FORK, APART, DROP, FREE, RETAIN, RELEASE, WRITABLE = map(
+APPEND, ALLOCATE, FORK, UNSHARE, DROP, FREE, RETAIN, RELEASE, WRITABLE = map(
     _jit,
-    ("append", "allocate", "fork", "apart", "drop", "free", "retain", "release", "writable"),
+    ("append", "allocate", "fork", "unshare", "drop", "free", "retain", "release", "writable"),
 )
 FREE_PAGES = range(PAGES)
 
@@ -140,7 +140,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         before = self.table.copy()
         last = np.where(full, -1, (before >= 0).sum(1) - 1)
         had = WRITABLE(self.pool, last.astype(np.int32))
-        self.pool, copies = APART(self.pool, last.astype(np.int32))
+        self.pool, copies = UNSHARE(self.pool, last.astype(np.int32))
         self.went_apart(before, last, copies, np.array(had), emptied=False)
 
     def went_apart(self, before, last, copies, had, emptied):

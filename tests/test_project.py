@@ -63,7 +63,7 @@ TOKENS = 128
 """Of a call that is followed: two blocks."""
 MANY = 32
 """Rows of what is keys or values, even packed: more than heads, channels or queries."""
-FILES = 12
+FILES = 11
 """At most; and one more for each codec around another one of the keys."""
 AROUND = {("cache", "explicit_axes.py"), ("core", "mesh_context.py"), ("core", "control_flow.py")}
 """Files whose functions call others that they are given: decorators, loops and branches."""
@@ -212,7 +212,7 @@ def test_keys_go_down_the_rooms_and_enter_none_twice(policy, new):
     for (stacks, files), first in ((written, "cache"), (mixed, "attention")):
         assert first in {file.split("/")[0] for file in files}
         assert len({file.split("/")[0] for file in files}) <= 6
-        assert 7 <= len(files) <= FILES + around, sorted(files)
+        assert 5 <= len(files) <= FILES + around, sorted(files)
         for stack in stacks:
             floors = [ROOMS.index(room) for room in stack]
             assert stack[0] == first
