@@ -541,8 +541,8 @@ FAULTS = (
     ),
     Fault(
         "layers whose marks differ are stacked", "operations/stacks.py",
-        "other = jnp.any(every != every[:, :1], axis=1)",
-        "other = jnp.any(every < 0, axis=1)", ("stacks",),
+        "differ = jnp.any(written != written[:, :1], axis=1)",
+        "differ = jnp.any(written < 0, axis=1)", ("stacks",),
     ),
     Fault(
         "a line that has a result is done again", "cli/batch_running.py",
@@ -602,8 +602,8 @@ FAULTS = (
     ),
     Fault(
         "a stack's rows are rewound a layer at a time", "operations/rows.py",
-        "return found if layer.stack is None else jnp.min(found, axis=0)",
-        "return found + 0", ("stacks",),
+        "return most if layer.stack is None else jnp.min(most, axis=0)",
+        "return most + 0", ("stacks",),
     ),
     Fault(
         "a ragged row's last logits are those behind its padding", "adapters/language_model.py",

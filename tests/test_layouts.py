@@ -181,7 +181,7 @@ def test_growing_holds_one_layer_twice_at_most(monkeypatch):
     assert cache.max_len == 512 and content(cache, 1) == before
     with pytest.raises(ValueError, match="the cache holds 512 tokens a row: 100 would be fewer"):
         kvjax.grow(cache, 100)
-    with pytest.raises(ValueError, match="a ring does not grow"):
+    with pytest.raises(ValueError, match="a ring can't grow"):
         kvjax.grow(kvjax.init_cache(CONFIG, kvjax.policy("sliding_window", window=4)), 8)
     small = kvjax.init_cache(CONFIG, "dynamic", max_len=300)
     with pytest.raises(ValueError, match="may grow to 300 tokens a row, not to 512"):
@@ -251,8 +251,8 @@ def test_rows_of_different_capacities_are_joined():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda c: kvjax.select(c, [0, 2]), "row 2: the cache has 2, 0 the first"),
-        (lambda c: kvjax.select(c, []), "rows must be a list of whole numbers"),
+        (lambda c: kvjax.select(c, [0, 2]), "row 2 is out of range: the cache has 2"),
+        (lambda c: kvjax.select(c, []), "rows must be a list of integers"),
         (lambda c: kvjax.repeat(c, 0), "times must be an integer >= 1, got 0"),
         (lambda c: kvjax.reset(c, np.array([True])), r"rows must be bool\[batch=2\]"),
         (lambda c: fill(c, 6), "6 tokens in a call, but the ring has slack for 5"),

@@ -148,9 +148,10 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "heads": "ValueError: keys must be [batch=2, kv_heads=2, new, head_dim=16], "
         "got [2, 4, 1, 16]",
         "integers": "ValueError: keys must be floating-point numbers, got int32",
-        "rewind by a float": "ValueError: rewind takes a whole number, or one a row, "
+        "rewind by a float": "ValueError: tokens must be an integer, or one per row, "
         "got array(1.5)",
-        "rewind other rows": "ValueError: rewind takes a whole number, or int32[batch=2], got [3]",
+        "rewind other rows": "ValueError: tokens must be an integer or int32[batch=2], "
+        "got shape [3]",
         "max_len": "ValueError: max_len must be an integer >= 1, got 16.0",
         "no dtype": "ValueError: the config has no dtype: name one, such as "
         'policy("static", dtype="float32")',
@@ -186,15 +187,14 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "lengths in parts": "ValueError: lengths must be whole numbers, got float64",
         "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
         "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",
-        "rewind one back": "ValueError: rewind takes tokens away: -1 is negative",
-        "rewind nothing": "ValueError: rewind takes a whole number, or one a row, got "
+        "rewind one back": "ValueError: tokens must be >= 0, got -1",
+        "rewind nothing": "ValueError: tokens must be an integer, or one per row, got "
         "array(None, dtype=object)",
         "rewind very far": "ValueError: row(s) 0, 1 were to forget more tokens than "
         "kvjax.rewindable says they can, and were left as they are",
-        "select nothing": "ValueError: rows must be a list of whole numbers, got array(None, "
+        "select nothing": "ValueError: rows must be a list of integers, got array(None, "
         "dtype=object)",
-        "select a name": "ValueError: rows must be a list of whole numbers, got array('a', "
-        "dtype='<U1')",
+        "select a name": "ValueError: rows must be a list of integers, got array('a', dtype='<U1')",
         "concatenate one": "ValueError: concatenate takes a list of caches, not a KVCache",
         "a window of 8.0": "ValueError: window must be an integer >= 1, got 8.0",
         "a window in words": "ValueError: window must be an integer >= 1, got '8'",

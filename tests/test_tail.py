@@ -182,7 +182,7 @@ def test_converted_between_rings_a_row_keeps_its_window():
 def test_keys_without_positions_are_not_converted():
     unrotated = kvjax.CachePolicy(Dense(), Unrotated(Int8()), block=BLOCK)
     _, cache = fed(unrotated, 30)
-    with pytest.raises(ValueError, match="layer 0: keys that are stored with their positions"):
+    with pytest.raises(ValueError, match="layer 0: can't convert between rotated keys"):
         kvjax.convert(cache, "static")
 
 

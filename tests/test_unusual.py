@@ -227,7 +227,9 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
         match="page pool does not fit into the device's memory; use fewer pages",
     ):
         kvjax.PrefixTree(tiny_llama, pages=2**24, max_len=64)
-    with pytest.raises(kvjax.CacheMemoryError, match="no memory to grow the cache to 1,073,741,82"):
+    with pytest.raises(
+        kvjax.CacheMemoryError, match="not enough memory to grow the cache to 1,073,741,82"
+    ):
         kvjax.grow(cache(), 2**30)
 
 

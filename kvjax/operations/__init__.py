@@ -1,1 +1,1 @@
-"""What is done with a cache beside filling it: rows, rewind, growth, conversion, migration."""
+"""Functions from caches to caches, besides writing tokens."""

@@ -1,4 +1,4 @@
-"""The capacity of a cache: grow it, and keep it within a memory budget."""
+"""Grow a cache, and keep it within a memory budget."""
 
 import functools
 from dataclasses import dataclass, replace
@@ -30,48 +30,48 @@ from kvjax.policies.cache_policy import CachePolicy
 @allow_host_to_device
 @layer_by_layer
 def grow(cache: KVCache, to: int) -> KVCache:
-    """A cache with room for ``to`` tokens a row, and the same content.
+    """Grow a cache to hold ``to`` tokens per row.
 
-    It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
-    never more than one layer is held twice; a ``fork`` of it survives. Layers that have room
-    enough, and those that hold a window only, stay as they are.
+    This runs outside ``jit``, layer by layer, and uses the argument up: at most one layer exists
+    twice at any time. A ``fork`` of the argument survives. Layers that are large enough, and layers
+    that only hold a window, are not changed.
 
     Args:
       cache: the cache; its arrays are deleted.
-      to: tokens a row.
+      to: tokens per row.
 
     Raises:
-      ValueError: if ``to`` is fewer than it holds already, more than it may grow to or than the
-        model has positions, or no layer has a capacity that could grow; inside ``jit``.
-      CacheMemoryError: if the device or the host has no memory for it.
+      ValueError: if ``to`` is less than the current capacity, or more than the layout's limit or
+        the model's positions; if no layer can grow; inside ``jit``.
+      CacheMemoryError: if the device or the host has too little memory.
     """
     cache = validated("kvjax.grow", cache, outside=True)
     to = as_int("to", to, 1, INT32_MAX)
     layouts = [layer.policy.layout for layer in cache.layers]
     if all(layout.limit is None for layout in layouts):
-        raise ValueError("a ring does not grow: it holds its window however long the text is")
+        raise ValueError("a ring can't grow: its capacity is its window")
     if cache.positions is not None and to > cache.positions:
-        raise ValueError(f"grow to {to}: {cache.last_position}")
+        raise ValueError(f"can't grow to {to}: {cache.last_position}")
     check_growth(to, cache.max_len, None)
-    # All of them first: none may raise when others have been deleted.
-    wanted = enlarged_layouts(cache, to)
+    # Check all layers before any array is deleted.
+    layouts_after = enlarged_layouts(cache, to)
     layers, marks = [], []
     with (
         on_device_of(cache.length),
         as_memory_error(
             lambda: (
-                f"there is no memory to grow the cache to {to:,} tokens a row; the layers that "
-                "have grown have used the cache up"
+                f"not enough memory to grow the cache to {to:,} tokens per row; layers that have "
+                "grown are used up"
             )
         ),
     ):
-        for entry, (layer, layout) in enumerate(zip(cache.layers, wanted, strict=True)):
+        for entry, (layer, layout) in enumerate(zip(cache.layers, layouts_after, strict=True)):
             larger = pad_layer(layer, layout)
             marks.append(grown_mark(layer, layout, cache.written[:, entry]))
             if larger is not layer:
                 larger = jax.block_until_ready(larger.placed())
                 if _first_shape(larger) != _first_shape(layer):
-                    # A tail has not grown, and goes on as it is.
+                    # Only the body grows; the new layer uses the same tail.
                     for array in jax.tree.leaves((layer.keys, layer.values)):
                         array.delete()
             layers.append(larger)
@@ -85,29 +85,31 @@ def _first_shape(layer: LayerCache) -> tuple[int, ...]:
 
 
 def grow_pools_for(cache: KVCache, rows: int) -> KVCache:
-    """A cache with pools for so many rows, but for those that were given their pages."""
+    """Grow the pools of a cache for ``rows`` rows, except pools of a fixed number of pages."""
     policies = [layer.policy.with_pool(rows) for layer in cache.layers]
     if all(new == layer.policy for new, layer in zip(policies, cache.layers, strict=True)):
         return cache
-    layers = [_more_pages(x, new) for x, new in zip(cache.layers, policies, strict=True)]
+    layers = [_pad_pages(x, new) for x, new in zip(cache.layers, policies, strict=True)]
     larger = replace(cache, layers=tuple(layers))
     return replace(larger, pools=enlarged_pools(cache, larger))
 
 
 def enlarged_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
-    """The pools of a cache whose layers have grown."""
-    found = {}
+    """The pools for a cache whose layers have grown."""
+    pools_after = {}
     for old, new in zip(cache.layers, larger.layers, strict=True):
         before, after = old.policy.page_group, new.policy.page_group
-        if before is not None and after is not None and after not in found:
+        if before is not None and after is not None and after not in pools_after:
             pool = cache.pools[cache.page_groups.index(before)]
-            found[after] = pool.grown(after.layout.pool or 0, after.layout.columns)
-    pools: tuple[PageAllocator, ...] = larger.layers[0].policy.placement.put(tuple(found.values()))
+            pools_after[after] = pool.grown(after.layout.pool or 0, after.layout.columns)
+    pools: tuple[PageAllocator, ...] = larger.layers[0].policy.placement.put(
+        tuple(pools_after.values())
+    )
     return pools
 
 
 def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
-    """The layouts of a cache grown to hold ``to`` tokens a row."""
+    """The layouts of a cache after growing to ``to`` tokens per row."""
     policies = [layer.policy for layer in cache.layers]
     return [
         each.layout
@@ -118,22 +120,22 @@ def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
 
 
 def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
-    """A layer in a larger layout of its kind; one that has it already is given back as it is."""
+    """Pad a layer to a larger layout of the same type, or return it if the layout is the same."""
     if layout == layer.policy.layout:
         return layer
     policy = replace(layer.policy, layout=layout)
     more = policy.stored_layout.slots - layer.policy.stored_layout.slots
     if policy.page_group is not None:
-        return _more_pages(layer, policy)
+        return _pad_pages(layer, policy)
 
     def pad(x: Array, order: Order) -> Array:
         wider = [(0, 0)] * x.ndim
         wider[order.axis] = (0, more * order.stride)
         if policy.placement.needs_tail and not is_traced(x) and policy.placement.spread is None:
-            # Where it is: no more than one unit of it is on the device.
+            # Copy within the host's memory; only one unit at a time is on the device.
             shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
             into = policy.placement.store(np.zeros(shape, x.dtype), order)
-            return _carried_over(into, x, policy.placement, order)
+            return _copy_into(into, x, policy.placement, order)
         return policy.placement.far(jnp.pad(policy.placement.near(x), wider))
 
     keys, values = layer.keys, layer.values
@@ -142,16 +144,13 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
     return replace(layer, keys=keys, values=values, policy=policy)
 
 
-def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
-    """A layer with the pages of another policy's pool, the new ones behind those of each share."""
+def _pad_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
+    """Add the pages of another policy's pool to a layer; on a mesh to each device's share."""
     page_group = policy.page_group
     if page_group is None:
         return layer
-    placement, spread, pages = (
-        policy.placement,
-        policy.placement.spread,
-        page_group.layout.pool or 0,
-    )
+    placement, pages = policy.placement, page_group.layout.pool or 0
+    spread = placement.spread
     shares = 1 if spread is None else spread.rows
 
     def pad(x: Array) -> Array:
@@ -166,7 +165,7 @@ def _more_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
 
 
 @functools.partial(jax.jit, static_argnames=("placement", "order"), donate_argnums=0)
-def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Array:
+def _copy_into(into: Array, x: Array, placement: Device, order: Order) -> Array:
     def one(unit: Array, into: Array) -> Array:
         part = placement.far(placement.near(order.slice_units(x, unit, 1)))
         return lax.dynamic_update_slice_in_dim(into, part, unit * order.stride, axis=order.axis)
@@ -175,16 +174,22 @@ def _carried_over(into: Array, x: Array, placement: Device, order: Order) -> Arr
 
 
 def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
-    """``written`` in a larger layout. Above the slots there were, it is a mark that hides what a
-    conversion did not have (see ``Layout.hiding``), and hides the same in more slots."""
+    """``written`` for a larger layout.
+
+    A value above the number of slots hides tokens that a conversion lacked (see
+    ``Layout.hiding``). It is increased so that it hides the same tokens in the larger layout.
+    """
     slots, wider = layer.policy.mark_base, replace(layer.policy, layout=layout).mark_base
     return jnp.where(written > slots, written + wider - slots, written)
 
 
 @dataclass(frozen=True)
 class Move:
-    """A layer that was moved: which of ``KVCache.layers``, the ``place`` where it is now, the
-    ``bytes`` of its body, and the ``tokens`` a row that room was made for."""
+    """A layer that ``make_room`` has moved.
+
+    ``layer``: index in ``KVCache.layers``. ``place``: where the layer is now. ``bytes``: size of
+    its body. ``tokens``: tokens per row that room was made for.
+    """
 
     layer: int
     place: str
@@ -194,62 +199,67 @@ class Move:
 
 @layer_by_layer
 def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
-    """Grow a cache until rows hold so many tokens, where it can grow, and keep to its memory.
+    """Grow a cache until it holds ``tokens`` per row, if it can grow, within its memory budget.
 
-    A cache of ``policy("auto")`` first moves layers to the host, the last ones first, where the
-    device would not hold them all; one comes back only where that leaves a quarter of the memory
-    free, so that none goes to and fro. It is done outside ``jit``, and the cache given is used up.
+    With ``policy("auto")`` this first moves layers to the host, last layers first, until the device
+    can hold the rest. A layer moves back only if a quarter of the budget stays free, so that no
+    layer moves back and forth. This runs outside ``jit`` and uses the argument up.
 
     Args:
       cache: the cache.
-      tokens: what each row is to hold.
+      tokens: tokens that each row must hold.
 
     Returns:
-      The cache, and what was moved.
+      The cache, and the moves.
 
     Raises:
-      ValueError: as of ``grow``; if what stays on the device of layers on the host, the newest
-        tokens, takes more than the memory.
+      ValueError: as ``grow``; if the part of host layers that stays on the device, the newest
+        tokens, exceeds the budget.
     """
     cache = validated("kvjax.make_room", cache, outside=True)
     tokens = as_int("tokens", tokens, 1)
     grows = cache.grows_to is not None and tokens > cache.max_len
     moves = []
     if cache.budget is not None:
-        out, away = _out(cache), _away(cache, tokens if grows else cache.max_len)
-        cache, moves = _rearranged(cache, away - out, out - away, tokens)
+        before = _host_layers(cache)
+        after = _layers_for_host(cache, tokens if grows else cache.max_len)
+        cache, moves = _apply_moves(cache, after - before, before - after, tokens)
     return (grow(cache, tokens) if grows else cache), moves
 
 
 def settle_in_budget(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
-    """A cache that keeps to its memory as it is, with those layers back on the device that there is
-    room for even when rows hold so many tokens; and what was moved. The cache given is used up.
+    """Keep a cache within its budget without growing it; return the cache and the moves.
+
+    Layers move back to the device if they still fit there when rows hold ``tokens``. The argument
+    is used up.
 
     Raises:
-      ValueError: if the memory has no room for so many tokens though all layers are on the host.
+      ValueError: if ``tokens`` per row exceed the budget even with all layers on the host.
     """
     if cache.budget is None:
         return cache, []
-    out = _out(cache)
-    leave = _away(cache, cache.max_len) - out
-    back = frozenset() if leave else out - _away(cache, max(tokens, cache.max_len))
-    return _rearranged(cache, leave, back, tokens)
+    on_host = _host_layers(cache)
+    to_host = _layers_for_host(cache, cache.max_len) - on_host
+    to_device: frozenset[int] = frozenset()
+    if not to_host:
+        to_device = on_host - _layers_for_host(cache, max(tokens, cache.max_len))
+    return _apply_moves(cache, to_host, to_device, tokens)
 
 
 def check_budget(cache: KVCache, tokens: int) -> None:
-    """Raise ``ValueError`` if a cache's memory has no room for so many tokens a row."""
+    """Raise ``ValueError`` if ``tokens`` per row exceed the cache's budget."""
     if cache.budget is not None:
-        _away(cache, max(tokens, cache.max_len))
+        _layers_for_host(cache, max(tokens, cache.max_len))
 
 
-def _out(cache: KVCache) -> frozenset[int]:
-    """Layers that are on the host."""
+def _host_layers(cache: KVCache) -> frozenset[int]:
+    """Indices of the layers on the host."""
     away = [layer.policy.placement.needs_tail for layer in cache.layers]
     return frozenset(n for n, on_host in enumerate(away) if on_host)
 
 
-def _away(cache: KVCache, tokens: int) -> frozenset[int]:
-    """Layers that are to be on the host when rows hold so many tokens."""
+def _layers_for_host(cache: KVCache, tokens: int) -> frozenset[int]:
+    """Indices of the layers that must be on the host when rows hold ``tokens``."""
     assert cache.budget is not None
     sizes = [
         layer_sizes(
@@ -258,17 +268,18 @@ def _away(cache: KVCache, tokens: int) -> frozenset[int]:
         )
         for layer, layout in zip(cache.layers, enlarged_layouts(cache, tokens), strict=True)
     ]  # fmt: skip
-    return cache.budget.offloaded(sizes, _out(cache))
+    return cache.budget.offloaded(sizes, _host_layers(cache))
 
 
-def _rearranged(
-    cache: KVCache, leave: frozenset[int], back: frozenset[int], tokens: int
+def _apply_moves(
+    cache: KVCache, to_host: frozenset[int], to_device: frozenset[int], tokens: int
 ) -> tuple[KVCache, list[Move]]:
-    """Layers moved to the host, the last ones first, and others to the device."""
+    """Move layers to the host, last layers first, then others to the device."""
     assert cache.budget is not None
     moves: list[Move] = []
-    steps = [(entry, cache.budget.placement) for entry in sorted(leave, reverse=True)]
-    for entry, placement in [*steps, *((entry, Device()) for entry in sorted(back))]:
+    leaving = [(entry, cache.budget.placement) for entry in sorted(to_host, reverse=True)]
+    returning = [(entry, Device()) for entry in sorted(to_device)]
+    for entry, placement in [*leaving, *returning]:
         cache = move_layers(cache, placement, [entry])
         size = tree_bytes((cache.layers[entry].keys, cache.layers[entry].values))
         moves.append(Move(entry, placement.place, size, tokens))

@@ -1,4 +1,4 @@
-"""The same text in a cache of another policy."""
+"""Convert a cache to another policy."""
 
 import functools
 from collections.abc import Sequence
@@ -29,88 +29,97 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 @layer_by_layer
 @automatic_axes
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
-    """The same text in a cache of another policy: dense to ring, float32 to bfloat16.
+    """The same tokens in a cache with another policy: dense to ring, float32 to bfloat16.
 
-    What queries will see under the new layout must be there: a ring that has forgotten the
-    beginning of a row can't become dense.
+    The old cache must hold all tokens that queries see under the new policy. A ring that has
+    overwritten the beginning of a row can't become dense.
 
     Args:
-      cache: the cache; it stays as it is.
+      cache: the cache; it is not changed.
       policy: as for ``init_cache``.
-      max_len: as for ``init_cache``; a dense layout takes the old cache's where it has one. A
-        growing layout begins with what the text needs, or, inside ``jit``, with what there was.
+      max_len: as for ``init_cache``; by default that of the old cache, if the layout has one. A
+        growing layout starts with the capacity that the rows need, or, inside ``jit``, with the old
+        capacity.
 
     Raises:
-      ValueError: if a row holds more tokens than the new cache can, or lacks some that the new
-        layout keeps (where traced: the status ``LOST``).
+      ValueError: if a row holds more tokens than the new cache can, or lacks tokens that the new
+        layout keeps (if traced: the status ``LOST``).
     """
     cache = validated("kvjax.convert", cache)
     max_len = as_optional_int("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
         raise ValueError(f"max_len is {max_len}, but {cache.last_position}")
-    # Which layer of the model each entry was made for: the first that reads it.
+    # The layer of the model that each entry was created for is the first one that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)
     config = SimpleNamespace(num_hidden_layers=len(sources), windows=windows)
     policies = per_layer(policy, config)
     resolved = []
     for entry, old in enumerate(cache.layers):
-        wanted = policies[sources.index(entry)]
-        wanted = replace(wanted, placement=wanted.placement.like(old.policy.placement))
-        asked = max_len
-        if asked is None and not wanted.layout.open_ended and cache.max_len < UNLIMITED:
-            asked = cache.max_len
-        new = wanted.resolve(
-            limit if asked is None else asked, old.window, old.policy.keys.dtype,
-            values_dtype=old.policy.values.dtype, rows=cache.batch,
-        )  # fmt: skip
+        new = policies[sources.index(entry)]
+        new = replace(new, placement=new.placement.like(old.policy.placement))
+        length = max_len
+        if length is None and not new.layout.open_ended and cache.max_len < UNLIMITED:
+            length = cache.max_len
+        new = new.resolve(
+            limit if length is None else length,
+            old.window,
+            old.policy.keys.dtype,
+            values_dtype=old.policy.values.dtype,
+            rows=cache.batch,
+        )
         if new.keys.before_rotary != old.policy.keys.before_rotary:
             raise ValueError(
-                f"layer {entry}: keys that are stored with their positions and such as are without "
-                "(Unrotated) can't be converted into one another"
+                f"layer {entry}: can't convert between rotated keys and keys that are stored "
+                "unrotated (Unrotated)"
             )
         if new.layout.grows_to is not None:
-            new = replace(new, layout=_with_room(new.layout, cache)).with_pool(cache.batch)
+            new = replace(new, layout=_grow_to_fit(new.layout, cache)).with_pool(cache.batch)
         resolved.append(new)
     budget = budget_of(policy)
     if budget is not None:
-        some = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
-        resolved = place_within(budget, resolved, some)
+        shapes = [(cache.batch, layer.kv_heads, layer.head_dim) for layer in cache.layers]
+        resolved = place_within(budget, resolved, shapes)
     return replace(with_policies(cache, resolved), budget=budget)
 
 
 def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
-    """A cache under other resolved policies, all laid out anew.
+    """Convert every layer to another resolved policy.
 
     Raises:
-      ValueError: if a row can be seen to have more tokens than a policy holds, to lack some that it
-        keeps, or not to find pages for them.
+      ValueError: if a row has more tokens than a policy holds, lacks tokens that it keeps, or finds
+        too few pages, as far as values are known.
     """
-    kinds = dict.fromkeys(each.page_group for each in policies if each.page_group is not None)
+    groups = dict.fromkeys(
+        policy.page_group for policy in policies if policy.page_group is not None
+    )
     pools, status = {}, cache.status
-    for kind in kinds:
-        pools[kind], lacking = pool_for(kind, cache)
+    for group in groups:
+        pools[group], lacking = pool_for(group, cache)
         if not is_traced(lacking) and np.any(fetch(lacking)):
             raise ValueError(
-                f"row {int(np.argmax(fetch(lacking)))} finds no pages for its tokens in a pool of "
-                f"{kind.layout.pool} pages of {kind.layout.page_size}"
+                f"row {int(np.argmax(fetch(lacking)))} needs more pages than are left in a pool of "
+                f"{group.layout.pool} pages of {group.layout.page_size} tokens"
             )
         status |= flag_where(lacking, LOST)
-    tables = [each.page_group and pools[each.page_group].whole for each in policies]
-    anew = [
-        convert_entry(cache, entry, each, table)
-        for entry, (each, table) in enumerate(zip(policies, tables, strict=True))
+    tables = [policy.page_group and pools[policy.page_group].whole for policy in policies]
+    converted = [
+        convert_entry(cache, entry, policy, table)
+        for entry, (policy, table) in enumerate(zip(policies, tables, strict=True))
     ]
-    layers, written, lost = zip(*anew, strict=True)
+    layers, written, lost = zip(*converted, strict=True)
     return with_rows(
-        cache, layers=layers, written=jnp.stack(written, 1), pools=tuple(pools.values()),
+        cache,
+        layers=layers,
+        written=jnp.stack(written, 1),
+        pools=tuple(pools.values()),
         status=functools.reduce(jnp.bitwise_or, lost, status),
-    )  # fmt: skip
+    )
 
 
 def without_pages(cache: KVCache) -> KVCache:
-    """A cache in which each row has slots of its own."""
+    """Convert paged layers so that every row has slots of its own."""
     policies = [layer.policy for layer in cache.layers]
     return with_policies(cache, [replace(x, layout=unpaged_layout(x.layout)) for x in policies])
 
@@ -118,33 +127,36 @@ def without_pages(cache: KVCache) -> KVCache:
 def convert_entry(
     cache: KVCache, entry: int, policy: CachePolicy, table: Array | None = None
 ) -> tuple[LayerCache, PerRow, PerRow]:
-    """One of ``KVCache.layers`` under another policy, in its place, with its rows' ``table`` where
-    it is in pages; the ``written`` that tells what it lacks, and the status of rows that it can't
-    be had for.
+    """Convert one of ``KVCache.layers`` to another policy and move it to its placement.
+
+    ``table``: the page table of the new layer's pool, if it is paged.
+
+    Returns:
+      The layer, its column of ``KVCache.written``, and the status of each row.
 
     Raises:
-      ValueError: if a row can be seen to have more tokens than the policy holds, or to lack some
-        that it keeps.
+      ValueError: if a row has more tokens than the policy holds, or lacks tokens that it keeps, as
+        far as values are known.
     """
     old, tables = cache.layers[entry], (cache.table(entry, whole=True), table)
     rows = cache.length, cache.written[:, entry]
-    layer, written, long, lost = convert_layer(old, *rows, policy, tables)
-    if not is_traced(long) and np.any(fetch(long)):
-        row = int(np.argmax(fetch(long)))
+    layer, written, too_long, lost = convert_layer(old, *rows, policy, tables)
+    if not is_traced(too_long) and np.any(fetch(too_long)):
+        row = int(np.argmax(fetch(too_long)))
         raise ValueError(
-            f"row {row} has {int(fetch(cache.length)[row])} tokens, {policy.layout} of layer "
+            f"row {row} has {int(fetch(cache.length)[row])} tokens, but {policy.layout} of layer "
             f"{entry} holds {policy.layout.limit}"
         )
     if not is_traced(lost) and np.any(fetch(lost)):
         raise ValueError(
             f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
-            f"{policy.layout} is to keep"
+            f"{policy.layout} keeps"
         )
-    return layer.map_arrays(lambda x: x), written, flag_where(long | lost, LOST)
+    return layer.map_arrays(lambda x: x), written, flag_where(too_long | lost, LOST)
 
 
-def _with_room(layout: Layout, cache: KVCache) -> Layout:
-    """A growing layout, doubled until it holds what the rows hold."""
+def _grow_to_fit(layout: Layout, cache: KVCache) -> Layout:
+    """Double a growing layout until it holds all tokens of the rows."""
     if is_traced(cache.length):
         tokens = min(cache.max_len, layout.grows_to or cache.max_len)
     else:
@@ -156,20 +168,32 @@ def _with_room(layout: Layout, cache: KVCache) -> Layout:
 
 
 def convert_layer(
-    old: LayerCache, length: PerRow, marks: PerRow, policy: CachePolicy,
+    old: LayerCache,
+    length: PerRow,
+    written: PerRow,
+    policy: CachePolicy,
     tables: tuple[Array | None, Array | None] = (None, None),
-) -> tuple[LayerCache, PerRow, Array, Array]:  # fmt: skip
-    """A layer under another policy, on the device; the ``written`` that tells what it lacks, and
-    which rows it can't be had for, bool[batch]: those that are too long, and those that lack
-    tokens. ``length`` and ``marks``: the cache's, and its ``written`` for this layer; ``tables``:
-    the rows' pages in the old layer and in the new one, where they are in pages."""
+) -> tuple[LayerCache, PerRow, Array, Array]:
+    """Convert a layer to another policy, in device memory.
+
+    Args:
+      old: the layer.
+      length: that of the cache.
+      written: the layer's column of ``KVCache.written``.
+      policy: the new resolved policy.
+      tables: page tables of the old and the new layer, None where a layer is not paged.
+
+    Returns:
+      The layer, its new column of ``written``, and two masks bool[batch]: the rows that are too
+      too long for the policy, and the rows that lack tokens.
+    """
     old = old.near()
     if old.tail is not None:
-        old = replace(old, fetched=(old.keys, old.values))  # so it is not fetched again
+        old = replace(old, fetched=(old.keys, old.values))  # don't fetch it again
     limit = UNLIMITED if policy.layout.limit is None else policy.layout.limit
-    alike = old.tail is not None and old.policy.block == policy.block
+    same_blocks = old.tail is not None and old.policy.block == policy.block
     before, after = tables
-    tokens = functools.partial(tokens_at, old, length, marks, before)
-    blocks = functools.partial(blocks_at, old, length, marks, before) if alike else None
+    tokens = functools.partial(tokens_at, old, length, written, before)
+    blocks = functools.partial(blocks_at, old, length, written, before) if same_blocks else None
     layer, written, lost = build_layer(old, policy, length, tokens, blocks, after)
     return layer, written, length > limit, lost

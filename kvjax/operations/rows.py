@@ -1,4 +1,4 @@
-"""Operations on whole rows: copy, select, repeat, empty, rewind and continue them."""
+"""Operations on rows: copy, select, repeat, empty and rewind them, or continue them in place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,101 +25,100 @@ from kvjax.placement.order import AS_IS
 
 @automatic_axes
 def fork(cache: KVCache) -> KVCache:
-    """A second cache with the same content, which survives the donation of the first."""
+    """Copy a cache. The copy survives the donation of the original."""
     cache = validated("kvjax.fork", cache, between=False)
-    copied = _changed(cache, LayerCache.copy, jnp.copy)
+    copied = _map_rows(cache, LayerCache.copy, jnp.copy)
     return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
 
 
 @layer_by_layer
 @automatic_axes
 def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
-    """The cache of some rows, in the order asked for; one row may be asked for often.
+    """Select rows, in any order and with repetitions.
 
-    The reordering of a beam search (``reorder_cache``), and the way to drop rows that are done.
+    This reorders the beams of a beam search (``reorder_cache``), and drops finished rows.
 
     Args:
       cache: the cache.
-      rows: int[n], numbers of rows.
+      rows: int[n], row indices.
 
     Raises:
-      ValueError: if ``rows`` is not a list of whole numbers, or names a row that is not there
-        (where traced: the nearest row, and the status ``NO_SUCH_ROW``).
+      ValueError: if ``rows`` is not a list of integers, or has an index out of range (if traced:
+        the nearest row is take and gets the status ``NO_SUCH_ROW``).
     """
     cache = validated("kvjax.select", cache, between=False)
-    index = as_int_array("rows must be a list of whole numbers", rows)
+    index = as_int_array("rows must be a list of integers", rows)
     if index.ndim != 1 or not index.size:
-        raise ValueError(f"rows must be a list of whole numbers, got {rows!r:.80}")
+        raise ValueError(f"rows must be a list of integers, got {rows!r:.80}")
     if not is_traced(index):
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
-            raise ValueError(f"row {wrong[0]}: the cache has {cache.batch}, 0 the first")
+            raise ValueError(f"row {wrong[0]} is out of range: the cache has {cache.batch} rows")
     if cache.spread is not None:
         cache.spread.check_rows(index.shape[0])
     missing = (index < 0) | (index >= cache.batch)
-    across = cache.pools and cache.spread is not None and cache.spread.rows > 1
-    if across:
-        # Each device has pages of its own, which rows leave.
-        chosen = with_policies(
-            _of_rows(without_pages(cache), index), [layer.policy for layer in cache.layers]
-        )
+    if cache.pools and cache.spread is not None and cache.spread.rows > 1:
+        # Each device has a pool of its own, and rows may move to another device.
+        policies = [layer.policy for layer in cache.layers]
+        selected = with_policies(_select(without_pages(cache), index), policies)
     else:
-        chosen = _of_rows(cache, index)
-    return with_rows(chosen, status=chosen.status | flag_where(missing, NO_SUCH_ROW))
+        selected = _select(cache, index)
+    return with_rows(selected, status=selected.status | flag_where(missing, NO_SUCH_ROW))
 
 
 @layer_by_layer
 @automatic_axes
 def repeat(cache: KVCache, times: int) -> KVCache:
-    """Every row ``times`` times, one behind the other: one prompt, several continuations.
+    """Repeat every row ``times`` times, adjacently: one prompt, several continuations.
 
     Raises:
-      ValueError: if ``times`` is no whole number, at least 1.
+      ValueError: if ``times`` is not a positive integer.
     """
     cache = validated("kvjax.repeat", cache, between=False)
     times = as_int("times", times, 1)
-    each = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
-    cache, had = _forked(cache, jnp.repeat(jnp.arange(cache.batch, dtype=jnp.int32) % each, times))
-    repeated = _changed(
+    per_device = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
+    rows = jnp.arange(cache.batch, dtype=jnp.int32) % per_device
+    cache, allocated = _fork_pages(cache, jnp.repeat(rows, times))
+    repeated = _map_rows(
         cache, lambda layer: layer.repeat_rows(times), lambda x: jnp.repeat(x, times, axis=0)
     )
-    return empty_unallocated(repeated, had)
+    return empty_unallocated(repeated, allocated)
 
 
-def _of_rows(cache: KVCache, index: Array) -> KVCache:
-    """The cache of some rows; those that find no page to write in are empty."""
-    cache, had = _forked(cache, jnp.clip(index, 0, cache.batch - 1))
-    chosen = _changed(
+def _select(cache: KVCache, index: Array) -> KVCache:
+    """Select rows. A row for which the pool has no page to write to becomes empty."""
+    cache, allocated = _fork_pages(cache, jnp.clip(index, 0, cache.batch - 1))
+    selected = _map_rows(
         cache,
         lambda layer: layer.take_rows(index),
         lambda x: jnp.take(x, index, axis=0, mode="clip"),
     )
-    return empty_unallocated(chosen, had)
+    return empty_unallocated(selected, allocated)
 
 
-def _forked(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
-    """``fork_pages``, of a cache that has pools; with pages for all that the rows may become."""
+def _fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
+    """``fork_pages`` after growing the pools for ``rows``; (cache, None) if nothing is paged."""
     return fork_pages(grow_pools_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
-def empty_unallocated(cache: KVCache, had: RowMask | None) -> KVCache:
-    """A cache in which the rows that have not got their pages are empty."""
-    if had is None:
+def empty_unallocated(cache: KVCache, allocated: RowMask | None) -> KVCache:
+    """Empty the rows that got no pages, with the status ``OUT_OF_PAGES``."""
+    if allocated is None:
         return cache
-    length, status = jnp.where(had, cache.length, 0), flag_where(~had, OUT_OF_PAGES)
+    length, status = jnp.where(allocated, cache.length, 0), flag_where(~allocated, OUT_OF_PAGES)
     return replace(cache, length=length, status=cache.status | status)
 
 
 @automatic_axes
 def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
-    """Empty rows, status and all, without touching the arrays.
+    """Empty rows and clear their status, without touching the layers' arrays.
 
     Args:
       cache: the cache.
-      rows: bool[batch], which; by default all.
+      rows: bool[batch], the rows to empty; by default all.
 
     Raises:
-      ValueError: if ``rows`` is not one truth value a row.
+      ValueError: if ``rows`` is not bool[batch].
     """
     cache = validated("kvjax.reset", cache)
     keep = jnp.zeros(cache.batch, bool)
@@ -138,66 +137,68 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     return with_rows(cache, layers=layers, length=length, written=written, status=status)
 
 
-def _changed(
+def _map_rows(
     cache: KVCache,
-    layer: Callable[[LayerCache], LayerCache],
-    rows: Callable[[Array], Array],
+    change_layer: Callable[[LayerCache], LayerCache],
+    change_array: Callable[[Array], Array],
 ) -> KVCache:
-    """The same of every layer, and of every array [batch, ...] of the cache's own."""
-    layers = tuple(layer(held) for held in cache.layers)
-    own = jax.tree.map(rows, replace(cache, layers=(), pools=()))
+    """Apply a function to every layer, and another one to the cache's own arrays [batch, ...]."""
+    layers = tuple(change_layer(layer) for layer in cache.layers)
+    own = jax.tree.map(change_array, replace(cache, layers=(), pools=()))
     return with_rows(own, layers=layers, pools=cache.pools)
 
 
 @automatic_axes
 def rewindable(cache: KVCache) -> PerRow:
-    """int32[batch]: how many of its newest tokens each row can forget, and go on exactly.
+    """int32[batch]: how many of the newest tokens ``rewind`` can remove from each row.
 
-    A ring has overwritten what lies further back than its slack.
+    A ring overwrites tokens beyond its window and slack, so it can't go back to where it would need
+    them.
     """
     cache = validated("kvjax.rewindable", cache)
-    each = [
+    per_layer = [
         _rewindable(layer, cache.length, cache.written[:, entry])
         for entry, layer in enumerate(cache.layers)
     ]
-    return jnp.min(jnp.stack(each), axis=0)
+    return jnp.min(jnp.stack(per_layer), axis=0)
 
 
 @automatic_axes
 def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
-    """Forget the newest tokens.
+    """Remove the newest tokens of each row.
 
     Args:
       cache: the cache.
-      tokens: how many, for all rows, or int32[batch], one number a row.
+      tokens: number of tokens for all rows, or int32[batch], one number per row.
 
     Returns:
-      The cache. A row that can't forget so many (see ``rewindable``) is left as it is and gets
-      the status ``REWOUND_TOO_FAR``. Of a paged cache it gives pages back; where it ends in one
-      that others have too, that is copied, or the row left, with the status ``OUT_OF_PAGES``.
+      The cache. A row that can't be rewound so far (see ``rewindable``) is not changed and gets the
+      status ``REWOUND_TOO_FAR``. A paged row returns pages to its pool. If its last page is shared,
+      the page is copied; if no page is free, the row is not changed and gets the status
+      ``OUT_OF_PAGES``.
 
     Raises:
-      ValueError: if ``tokens`` is negative (where traced: the status) or no whole number, or has
-        not one number a row.
+      ValueError: if ``tokens`` is not an integer or int32[batch], or is negative (if traced: the
+        status).
     """
     cache = validated("kvjax.rewind", cache)
-    back = as_int_array("rewind takes a whole number, or one a row", tokens)
+    back = as_int_array("tokens must be an integer, or one per row", tokens)
     if back.shape not in ((), (cache.batch,)):
         raise ValueError(
-            f"rewind takes a whole number, or int32[batch={cache.batch}], got {list(back.shape)}"
+            f"tokens must be an integer or int32[batch={cache.batch}], got shape {list(back.shape)}"
         )
     if not is_traced(back) and np.any(np.asarray(back) < 0):
-        raise ValueError(f"rewind takes tokens away: {np.min(back)} is negative")
-    # A number that int32 can't hold is too many in any case.
+        raise ValueError(f"tokens must be >= 0, got {np.min(back)}")
+    # Numbers beyond int32 are too large in any case.
     back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
     back = jnp.broadcast_to(back, cache.length.shape)
     wrong = (back > rewindable(cache)) | (back < 0)
     length = jnp.where(wrong, cache.length, cache.length - back)
     status = cache.status | flag_where(wrong, REWOUND_TOO_FAR)
     if cache.pools:
-        cache, had = trim_pages(cache, length)
-        length = jnp.where(had, length, cache.length)
-        status |= flag_where(~had, OUT_OF_PAGES)
+        cache, trimmed = trim_pages(cache, length)
+        length = jnp.where(trimmed, length, cache.length)
+        status |= flag_where(~trimmed, OUT_OF_PAGES)
     return with_rows(cache, length=length, status=status)
 
 
@@ -205,152 +206,164 @@ def _rewindable(layer: LayerCache, length: PerRow, written: PerRow) -> PerRow:
     tokens = layer.policy.rewindable(length, written)
     if layer.low is None:
         return tokens
-    window = layer.policy.layout.window or 0  # a dense layer lacks nothing
+    window = layer.policy.layout.window or 0  # 0: a dense layer keeps every token
     back = length - (layer.low + window - 1)
-    found = jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
-    return found if layer.stack is None else jnp.min(found, axis=0)
+    most = jnp.where(layer.low > 0, jnp.clip(back, 0, tokens), tokens)
+    return most if layer.stack is None else jnp.min(most, axis=0)
 
 
-def as_int_array(wanted: str, x: Any) -> Any:
-    """An integer array, traced or not, or a ``ValueError`` that says what was wanted."""
+def as_int_array(expected: str, x: Any) -> Any:
+    """An integer array, traced or not, or a ``ValueError`` that begins with ``expected``."""
     if not is_traced(x):
         try:
             x = np.asarray(x)
         except ValueError:
-            raise ValueError(f"{wanted}, got {x!r:.80}") from None
+            raise ValueError(f"{expected}, got {x!r:.80}") from None
     if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{wanted}, got {x!r:.80}")
+        raise ValueError(f"{expected}, got {x!r:.80}")
     if is_traced(x):
         return x if x.dtype.itemsize > 4 else x.astype(jnp.int32)
     return x.astype(np.int64)
 
 
-_PIECE = 256
-"""Tokens that are copied in one go."""
+_COPY_TOKENS = 256
+"""Tokens per copy."""
 
 
 def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
-    """A cache whose rows go on from ``rows``; inside ``jit``.
+    """Let each row continue another row of the same sequence, in place; runs inside ``jit``.
+
+    A step of a beam search does this. Rows that others continue stay where they are, so nothing is
+    overwritten before it is copied. Only the rows that end are overwritten, and only after the
+    tokens that both rows share; ``select`` would copy every row.
 
     Args:
-      cache: between two calls.
-      rows: int32[batch], which row each goes on from: one that stays, ``rows[rows[i]] == rows[i]``;
-        on a mesh one on the same devices.
-      since: int32[batch], the first tokens of each that those it may go on from have too.
+      cache: a cache that is not within a call.
+      rows: int32[batch], the row that each row continues. Such a row must continue itself:
+        ``rows[rows[i]] == rows[i]``. On a mesh both must be on the same devices.
+      since: int32[batch], the length of the prefix that each row shares with all rows that it may
+        continue.
 
     Returns:
-      The cache. Of pages rows share the full ones. A row that finds no page to go on in is empty,
-      with the status ``OUT_OF_PAGES``.
+      The cache. Paged rows share their full pages. A row for which the pool has no page becomes
+      empty, with the status ``OUT_OF_PAGES``.
     """
     spread = cache.spread
-    here = rows % (cache.batch if spread is None else cache.batch // spread.rows)
-    had = None
+    local = rows % (cache.batch if spread is None else cache.batch // spread.rows)
+    allocated = None
     if cache.pools:
-        cache, had = fork_pages(cache, here)
-    kinds, layers = [(held.policy, held.stack) for held in cache.layers], list(cache.layers)
-    for kind in dict.fromkeys(kinds):
-        # Layers that are alike in one loop: each would be one more to compile.
-        entries = [n for n, other in enumerate(kinds) if other == kind]
-        alike = _of_layers([layers[n] for n in entries], here, cache.length, since)
-        for n, held in zip(entries, alike, strict=True):
-            layers[n] = held
+        cache, allocated = fork_pages(cache, local)
+    groups, layers = [(layer.policy, layer.stack) for layer in cache.layers], list(cache.layers)
+    for group in dict.fromkeys(groups):
+        # Identical layers share a loop, since each loop is compiled separately.
+        entries = [n for n, other in enumerate(groups) if other == group]
+        branched = _branch_layers([layers[n] for n in entries], local, cache.length, since)
+        for n, layer in zip(entries, branched, strict=True):
+            layers[n] = layer
 
-    def taken(own: Any, rows: PerRow) -> Any:
+    def take(own: Any, rows: PerRow) -> Any:
         return jax.tree.map(lambda x: x[rows], own)
 
     own = cache.length, cache.written, cache.status
     if spread is None:
-        length, written, status = taken(own, here)
+        length, written, status = take(own, local)
     else:
-        length, written, status = spread.run(taken, spread.row_spec(), spread.row_spec(), own, here)
+        length, written, status = spread.run(take, spread.row_spec(), spread.row_spec(), own, local)
     cache = replace(cache, layers=tuple(layers))
-    return empty_unallocated(with_rows(cache, length=length, written=written, status=status), had)
+    return empty_unallocated(
+        with_rows(cache, length=length, written=written, status=status), allocated
+    )
 
 
-def _of_layers(
+def _branch_layers(
     layers: list[LayerCache], rows: PerRow, length: PerRow, since: PerRow
 ) -> list[LayerCache]:
-    """The own arrays of layers of one policy; those of a pool stay as they are."""
+    """``branch_rows`` on the own arrays of layers with one policy; pools are left unchanged."""
     policy, stack = layers[0].policy, layers[0].stack
     paged, spread = policy.page_group is not None, policy.placement.spread
-    parts = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
+    arrays = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
     first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
     if policy.layout.window is None and policy.placement.parts == 1:
-        # Positions stand in their order, and those up to `since` are there.
+        # Slots are in order of positions, so only those from `since` on differ.
         units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
         first, last = units(since), units(length)
 
-    def change(parts: Any, rows: PerRow, first: PerRow, last: PerRow) -> Any:
-        bodies, tails, lows = zip(*parts, strict=True)
+    def branch(arrays: Any, rows: PerRow, first: PerRow, last: PerRow) -> Any:
+        bodies, tails, lows = zip(*arrays, strict=True)
         if not paged:
             orders = tuple(x.orders for x in layers)
-            piece = _PIECE // policy.unit
-            bodies = _copied(bodies, orders, policy.placement, rows, first, last, piece, stack)
+            size = _COPY_TOKENS // policy.unit
+            bodies = _copy_rows(bodies, orders, policy.placement, rows, first, last, size, stack)
         if tails[0] is not None:
-            every = jnp.zeros_like(first), jnp.full_like(first, UNLIMITED)
+            whole = jnp.zeros_like(first), jnp.full_like(first, UNLIMITED)
             orders = jax.tree.map(lambda _: AS_IS, tails)
-            tails = _copied(tails, orders, Device(), rows, *every, _PIECE, stack)
+            tails = _copy_rows(tails, orders, Device(), rows, *whole, _COPY_TOKENS, stack)
             lows = [low[rows] if stack is None else low[:, rows] for low in lows]
         return [*zip(bodies, tails, lows, strict=True)]
 
     if spread is None:
-        parts = change(parts, rows, first, last)
+        arrays = branch(arrays, rows, first, last)
     else:
-        each, specs = spread.row_spec(), [x.partition_specs() for x in layers]
+        per_row, specs = spread.row_spec(), [x.partition_specs() for x in layers]
         own = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in specs]
-        parts = spread.run(change, (own, each, each, each), own, parts, rows, first, last)
-    after = []
-    for held, (body, tail, low) in zip(layers, parts, strict=True):
+        arrays = spread.run(
+            branch, (own, per_row, per_row, per_row), own, arrays, rows, first, last
+        )
+    branched = []
+    for layer, (body, tail, low) in zip(layers, arrays, strict=True):
         own_body = {} if paged else {"keys": body[0], "values": body[1]}
-        after.append(replace(held, tail=tail, low=low, **own_body))
-    return after
+        branched.append(replace(layer, tail=tail, low=low, **own_body))
+    return branched
 
 
-def _copied(
+def _copy_rows(
     stores: Any,
     orders: Any,
     placement: Device,
     rows: PerRow,
     first: PerRow,
     last: PerRow,
-    piece: int,
+    size: int,
     stack: int | None,
 ) -> Any:
-    """Kept arrays [batch, ...], or of a stack [layers, batch, ...], with units ``first`` to
-    ``last`` of the rows that others go on from copied to these, in place."""
-    given = stores
+    """Copy the units ``first`` to ``last`` of each row's source ``rows[row]`` to the row, in place.
+
+    ``stores`` are arrays [batch, ...], or of a stack [layers, batch, ...]. Each copy moves up to
+    ``size`` units.
+    """
+    before = stores
     if stack is not None:
         stores = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), stores)
     batch, layers = len(rows), stack or 1
     store, order = jax.tree.leaves(stores)[0], jax.tree.leaves(orders)[0]
     units = store.shape[order.axis] // order.stride
-    size = min(max(piece, 1), units)
+    size = min(max(size, 1), units)
 
-    def row_of(number: Array, stores: Any) -> Any:
+    def copy_row(number: Array, stores: Any) -> Any:
         row = number % batch
         source, begin = rows[row], first[row]
         end = jnp.minimum(last[source], units)
-        turns = jnp.where(source == row, 0, -(-jnp.maximum(end - begin, 0) // size))
+        copies = jnp.where(source == row, 0, -(-jnp.maximum(end - begin, 0) // size))
 
-        def copy(turn: Array, stores: Any) -> Any:
-            start = jnp.minimum(begin + turn * size, units - size)
-            return jax.tree.map(_one(placement, number - row, source, row, start, size),
-                                stores, orders)  # fmt: skip
+        def copy(i: Array, stores: Any) -> Any:
+            start = jnp.minimum(begin + i * size, units - size)
+            copy_units = _unit_copier(placement, number - row, source, row, start, size)
+            return jax.tree.map(copy_units, stores, orders)
 
-        return control_flow.fori_loop(0, turns, copy, stores)
+        return control_flow.fori_loop(0, copies, copy, stores)
 
-    stores = control_flow.fori_loop(0, batch * layers, row_of, stores)
-    return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, given)
+    stores = control_flow.fori_loop(0, batch * layers, copy_row, stores)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), stores, before)
 
 
-def _one(
+def _unit_copier(
     placement: Device, base: Array, source: Array, row: Array, start: Array, size: int
 ) -> Callable[[Array, Any], Array]:
-    def one(store: Array, order: Any) -> Array:
+    def copy_units(store: Array, order: Any) -> Array:
         shape = [1, *store.shape[1:]]
         shape[order.axis] = size * order.stride
         like: Any = jax.ShapeDtypeStruct(tuple(shape), store.dtype)
         units = order.slice_row(store, base + source, start, like)
         return order.update_row(store, base + row, start, placement.far(placement.near(units)))
 
-    return one
+    return copy_units

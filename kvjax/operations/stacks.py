@@ -1,4 +1,4 @@
-"""Layers that are alike, as one set of arrays and alone again."""
+"""Stacked caches: identical layers whose arrays have a leading layer axis."""
 
 import functools
 from collections.abc import Callable
@@ -24,86 +24,91 @@ _T = TypeVar("_T")
 
 @automatic_axes
 def stack(cache: KVCache) -> KVCache:
-    """The same with the arrays of layers that are alike in one, [layers, batch, kv_heads, max_len,
-    head_dim] of each, for a model that goes through its layers by ``lax.scan``. All is copied;
-    ``init_cache(..., stacked=True)`` begins so.
+    """Stack the arrays of identical layers: [layers, batch, kv_heads, max_len, head_dim] each.
 
-    Layers are alike that have a policy, heads and channels in common, and a window of their own. A
-    layer's number may be traced then, where they are one stack; of several it is given as (stack,
-    number of its layer). A scan over layers carries what ``kvjax.step`` gives, and goes over every
-    layer once.
+    Models that loop over their layers with ``lax.scan`` need a stacked cache. All arrays are
+    copied; ``init_cache(..., stacked=True)`` creates a stacked cache directly.
+
+    Layers are identical if they have the same policy, number of heads, head dimension and window.
+    If all layers form one stack, a layer index may be traced. If there are several stacks, a layer
+    is given as (stack, index within the stack). A scan over layers carries the result of
+    ``kvjax.step`` and must visit every layer once.
 
     Raises:
-      ValueError: if a layer reads another's keys, the cache is one of ``policy("auto")``, or layers
-        that are alike have marks that differ, as where one of them was converted (where traced: the
-        status ``LOST``).
+      ValueError: if a layer reads another layer's keys, the policy is ``policy("auto")``, or
+        identical layers hold different tokens, for example after converting one of them (if traced:
+        the status ``LOST``).
     """
     cache = validated("kvjax.stack", cache)
     if cache.stacks is not None:
         return cache
     check_stacks(len(cache.layers), cache.sources, cache.budget)
-    kinds = [(x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers]
-    stacks, layers, marks, status = stacks_of(kinds), [], [], cache.status
-    for kind in dict.fromkeys(kinds):
-        entries = [n for n, other in enumerate(kinds) if other == kind]
-        layers.append(_together([cache.layers[n] for n in entries]))
-        every = cache.written[:, jnp.array(entries)]
-        marks.append(jnp.max(every, axis=1))
-        other = jnp.any(every != every[:, :1], axis=1)
-        if not is_traced(other) and np.any(fetch(other)):
+    specs = [(x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers]
+    stacks, layers, marks, status = stacks_of(specs), [], [], cache.status
+    for spec in dict.fromkeys(specs):
+        entries = [n for n, other in enumerate(specs) if other == spec]
+        layers.append(_stack_layers([cache.layers[n] for n in entries]))
+        written = cache.written[:, jnp.array(entries)]
+        marks.append(jnp.max(written, axis=1))
+        differ = jnp.any(written != written[:, :1], axis=1)
+        if not is_traced(differ) and np.any(fetch(differ)):
             raise ValueError(
-                f"layers {entries} hold different tokens of row {int(np.argmax(fetch(other)))}: "
-                "kvjax.convert lays them out anew, all of them"
+                f"layers {entries} hold different tokens of row {int(np.argmax(fetch(differ)))}: "
+                "call kvjax.convert on the whole cache first"
             )
-        status = status | flag_where(other, LOST)
+        status = status | flag_where(differ, LOST)
     return with_rows(
         replace(cache, stacks=stacks, sources=None),
-        layers=tuple(layers), written=jnp.stack(marks, axis=1), status=status,
-    )  # fmt: skip
+        layers=tuple(layers),
+        written=jnp.stack(marks, axis=1),
+        status=status,
+    )
 
 
 @automatic_axes
 def unstack(cache: KVCache) -> KVCache:
-    """The same with every layer's arrays its own. All of it is copied."""
+    """Give every layer arrays of its own again. All arrays are copied."""
     cache = validated("kvjax.unstack", cache)
     if cache.stacks is None:
         return cache
-    layers = tuple(_alone(cache.layers[entry], index) for entry, index in cache.stacks)
+    layers = tuple(_unstack_layer(cache.layers[entry], index) for entry, index in cache.stacks)
     written = cache.written[:, jnp.array([entry for entry, _ in cache.stacks])]
     return with_rows(replace(cache, stacks=None), layers=layers, written=written)
 
 
 def layer_by_layer(
-    change: Callable[Concatenate[KVCache, _P], _T],
+    operation: Callable[Concatenate[KVCache, _P], _T],
 ) -> Callable[Concatenate[KVCache, _P], _T]:
-    """An operation of a cache, which copies what it is of in any case, done to one that is stacked
-    by its layers; a result that is a cache, or begins with one, is stacked again. A stack is copied
-    twice more for it, and is not used up."""
+    """Let an operation that copies its cache accept stacked caches.
 
-    @functools.wraps(change)
-    def changed(cache: KVCache, *args: _P.args, **settings: _P.kwargs) -> Any:
+    A stacked cache is unstacked first. The result is stacked again if it is a cache or a tuple that
+    begins with one. This costs two more copies, and the argument is not used up.
+    """
+
+    @functools.wraps(operation)
+    def wrapped(cache: KVCache, *args: _P.args, **settings: _P.kwargs) -> Any:
         if not isinstance(cache, KVCache) or cache.stacks is None:
-            return change(cache, *args, **settings)
-        found = change(unstack(cache), *args, **settings)
-        if isinstance(found, tuple):
-            return stack(found[0]), *found[1:]
-        return stack(found) if isinstance(found, KVCache) else found
+            return operation(cache, *args, **settings)
+        result = operation(unstack(cache), *args, **settings)
+        if isinstance(result, tuple):
+            return stack(result[0]), *result[1:]
+        return stack(result) if isinstance(result, KVCache) else result
 
-    return changed
-
-
-def _together(layers: list[LayerCache]) -> LayerCache:
-    near = [replace(held.near(), fetched=None, stack=len(layers)) for held in layers]
-    return _kept(jax.tree.map(lambda *x: jnp.stack(x), *near))
+    return wrapped
 
 
-def _alone(held: LayerCache, index: int) -> LayerCache:
-    near = replace(held.near(), stack=None)
-    return _kept(jax.tree.map(lambda x: x[index], near))
+def _stack_layers(layers: list[LayerCache]) -> LayerCache:
+    near = [replace(layer.near(), fetched=None, stack=len(layers)) for layer in layers]
+    return _to_placement(jax.tree.map(lambda *x: jnp.stack(x), *near))
 
 
-def _kept(near: LayerCache) -> LayerCache:
-    """A layer or a stack with its body where its policy says."""
+def _unstack_layer(layer: LayerCache, index: int) -> LayerCache:
+    near = replace(layer.near(), stack=None)
+    return _to_placement(jax.tree.map(lambda x: x[index], near))
+
+
+def _to_placement(near: LayerCache) -> LayerCache:
+    """Move the body of a layer or a stack to where its policy places it."""
     placement = near.policy.placement
     if placement.spread is not None or not is_traced(jax.tree.leaves(near)[0]):
         return near.placed()
