@@ -327,8 +327,8 @@ FAULTS = (
     ),
     Fault(
         "a saved cache is anybody's", "operations/saving.py",
-        "if None not in (asked, known) and asked != known:",
-        "if None not in (asked, known) and not asked:", ("saving",),
+        "if None not in (expected, saved) and expected != saved:",
+        "if None not in (expected, saved) and not expected:", ("saving",),
     ),
     Fault(
         "the last filled slot is not saved", "operations/saving.py",

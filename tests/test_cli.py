@@ -100,7 +100,7 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
     elsewhere = ("generate", "", *model[:2], "--load-cache", tmp_path)
     assert_refused(run(*elsewhere), "has no saved data")
     embedded = ("generate", "", "--load-cache", folder)
-    assert_refused(run(*embedded), "one model are of no use to another")
+    assert_refused(run(*embedded), "works only with the model")
 
 
 def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):

@@ -162,7 +162,7 @@ def test_wrong_moves_are_refused():
     for wrong in (kvjax.Host, "host", None):
         with pytest.raises(ValueError, match="is not a placement: give Device"):
             kvjax.migrate(cache, wrong)
-    with pytest.raises(ValueError, match="layers must be a list of numbers, got 0"):
+    with pytest.raises(ValueError, match="layers must be a list of integers, got 0"):
         kvjax.migrate(cache, kvjax.Host(), layers=0)
     with pytest.raises(ValueError, match="takes a KVCache, as of init_cache, not a str"):
         kvjax.make_room("x", 5)

@@ -177,7 +177,7 @@ def test_frequencies_that_depend_on_the_length_need_one(stretched):
     with pytest.raises(ValueError, match="a cache that grows needs max_len"):
         kvjax.init_cache(model.config, "dynamic")
     caches = [kvjax.init_cache(model.config, max_len=size) for size in (20, 40)]
-    with pytest.raises(ValueError, match="texts of 20 and of 40 tokens don't go together"):
+    with pytest.raises(ValueError, match="lengths 20 and 40 can't be concatenated"):
         kvjax.concatenate(caches)
     short = [kvjax.init_cache(model.config, max_len=size) for size in (12, 16)]
     assert kvjax.concatenate(short).max_len == 16

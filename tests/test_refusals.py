@@ -195,7 +195,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "select nothing": "ValueError: rows must be a list of integers, got array(None, "
         "dtype=object)",
         "select a name": "ValueError: rows must be a list of integers, got array('a', dtype='<U1')",
-        "concatenate one": "ValueError: concatenate takes a list of caches, not a KVCache",
+        "concatenate one": "ValueError: caches must be a list of caches, got a KVCache",
         "a window of 8.0": "ValueError: window must be an integer >= 1, got 8.0",
         "a window in words": "ValueError: window must be an integer >= 1, got '8'",
         "a true window": "ValueError: window must be an integer >= 1, got True",

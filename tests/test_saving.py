@@ -242,7 +242,7 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     refused(tmp_path / "a", f"a cache of the model {fingerprint(lm)}, and this one", model=trained)
     refused(tmp_path / "a", "and this one is run 2", model="run 2")
     other = small(num_hidden_layers=1, windows=(None,))
-    refused(tmp_path / "a", "numbers of one model are of no use to another", model=other)
+    refused(tmp_path / "a", "a cache works only with the model", model=other)
     name = tmp_path / "a" / "kvjax.json"
     told = name.read_text()
     for text, message in (
@@ -253,7 +253,7 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
             "was truncated or modified: its checksum does not match",
         ),
         (told.replace('"form": 1', '"form": 9'), "format 9, but this version reads 1"),
-        (checked(told, "a cache", "a tree"), "holds a tree, and not a cache"),
+        (checked(told, "a cache", "a tree"), "holds a tree, not a cache"),
         (checked(told, '"class": "Dense"', '"class": "Thin"'), "is not in this version's format"),
         (checked(told, '"max_len": 64', '"max_len": 8'), "where .* was expected"),
         (checked(told, '"tokens"', '"words"'), "is not in this version's format: 'tokens'"),
@@ -287,7 +287,7 @@ def test_what_is_not_saved(tmp_path):
         with pytest.raises(CheckpointError, match="exists but was not saved by kvjax"):
             kvjax.save_cache(path, cache)
     with pytest.raises(
-        ValueError, match=r"tokens has \[1, 1, 1\] for rows that hold \[31, 18, 25\]"
+        ValueError, match=r"tokens has \[1, 1, 1\] tokens, but the rows hold \[31, 18, 25\]"
     ):
         kvjax.save_cache(tmp_path / "a", cache, tokens=[[1]] * 3)
     with pytest.raises(ValueError, match="save_cache"):

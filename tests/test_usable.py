@@ -72,7 +72,7 @@ def test_rows_of_two_policies_in_one_cache(names):
     """They go on exactly as they did alone, or are refused."""
     (first, wanted), (second, others) = (one_row(name, row) for row, name in enumerate(names))
     if not any(set(names) <= alike for alike in JOINED):
-        with pytest.raises(ValueError, match=r"do not go on alike: kvjax\.convert"):
+        with pytest.raises(ValueError, match=r"show different tokens: kvjax\.convert"):
             kvjax.concatenate([first, second])
         return
     joined = jax.jit(lambda *caches: kvjax.concatenate(caches))(first, second)
@@ -103,14 +103,14 @@ def test_a_cache_that_a_program_holds_is_joined_to_one_that_it_is_given():
     cache, _ = one_row("static", 0)
     joined = jax.jit(lambda c: kvjax.concatenate([c, cache]))(cache)
     assert joined.length.tolist() == [29, 29]
-    with pytest.raises(ValueError, match="takes a list of caches, one is a str"):
+    with pytest.raises(ValueError, match="caches must be a list of caches, got a list with a str"):
         kvjax.concatenate({"a": cache})
 
 
 def test_a_generator_of_caches():
     cache, _ = one_row("static", 0)
     assert kvjax.concatenate(each for each in (cache, cache)).batch == 2
-    with pytest.raises(ValueError, match="the list is empty"):
+    with pytest.raises(ValueError, match="caches must not be empty"):
         kvjax.concatenate([])
 
 

@@ -1,4 +1,4 @@
-"""The rows of several caches in one."""
+"""Concatenate the rows of several caches."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -24,96 +24,107 @@ from kvjax.policies.cache_policy import CachePolicy
 
 @automatic_axes
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
-    """The rows of several caches in one, which holds as much as the largest of them.
+    """Concatenate the rows of several caches; the result is as large as the largest of them.
 
-    Rows may be of different lengths. Policies may differ in what changes nothing: layers go to
-    where those of the first cache are, growing ones with static ones, and with such as keep no more
-    than the layer's own window shows (of what is no longer kept, no row can be rewound to).
+    Rows may have different lengths. Policies may differ if that does not change results. Layers go
+    to the placement of the first cache. Growing layouts combine with static ones, and with layouts
+    that keep only the window of the layer. Rows can then not be rewound to tokens that the result
+    does not keep.
 
     Args:
-      caches: of one model, and of policies that store alike and show queries the same.
+      caches: caches of one model whose policies store the same numbers and show queries the same
+        tokens.
 
     Raises:
-      ValueError: if there are none, they are of different models or on different devices, their
-        layers store numbers in different ways or show different tokens, or their keys were turned
-        for different lengths of text (dynamic, longrope); as ``convert``, if a ring has forgotten
-        what another one's layout keeps.
+      ValueError: if the list is empty; if the caches are of different models or on different
+        devices; if their layers store numbers differently or show different tokens; if their keys
+        were rotated for different lengths (dynamic, longrope); as ``convert``, if a ring has
+        overwritten tokens that another cache's layout keeps.
     """
     if isinstance(caches, KVCache) or not isinstance(caches, Iterable):
-        raise ValueError(f"concatenate takes a list of caches, not a {type(caches).__name__}")
+        raise ValueError(f"caches must be a list of caches, got a {type(caches).__name__}")
     caches = list(caches)
     if wrong := [cache for cache in caches if not isinstance(cache, KVCache)]:
-        raise ValueError(f"concatenate takes a list of caches, one is a {type(wrong[0]).__name__}")
+        raise ValueError(
+            f"caches must be a list of caches, got a list with a {type(wrong[0]).__name__}"
+        )
     caches = [validated("kvjax.concatenate", cache) for cache in caches]
     if not caches:
-        raise ValueError("no caches: the list is empty")
+        raise ValueError("caches must not be empty")
     if any(cache.stacks is not None for cache in caches):
         return stack(concatenate([unstack(cache) for cache in caches]))
     first = caches[0]
     for cache in caches:
         if cache.rotary_len != first.rotary_len:
             raise ValueError(
-                f"keys turned for texts of {first.rotary_len} and of {cache.rotary_len} tokens "
-                "don't go together: give all caches one max_len, or one rotary_len"
+                f"keys rotated for lengths {first.rotary_len} and {cache.rotary_len} can't be "
+                "concatenated: create all caches with the same max_len or rotary_len"
             )
-        if _model_of(cache) != _model_of(first):
-            raise ValueError("the caches are of models that differ in their layers")
-        if cache.spread != first.spread or not _together(cache, first):
+        if _model_shape(cache) != _model_shape(first):
+            raise ValueError("the caches are of different models: their layers differ")
+        if cache.spread != first.spread or not _on_same_devices(cache, first):
             raise ValueError(
-                "the caches are on different devices: kvjax.migrate(cache, mesh=mesh) moves one to "
-                "a mesh, and mesh=None to the default device"
+                "the caches are on different devices: use kvjax.migrate(cache, mesh=...), where "
+                "mesh=None is the default device"
             )
-    return _in_pages(caches) if any(cache.pools for cache in caches) else _joined(caches)
+    if any(cache.pools for cache in caches):
+        return _concatenate_paged(caches)
+    return _concatenate_unpaged(caches)
 
 
-def _joined(caches: Sequence[KVCache]) -> KVCache:
-    """The rows of caches whose rows have slots of their own."""
+def _concatenate_unpaged(caches: Sequence[KVCache]) -> KVCache:
+    """Concatenate caches without pages."""
     first = caches[0]
-    wanted = [_common(n, [c.layers[n] for c in caches]) for n in range(len(first.layers))]
-    alike = [_as_policies(cache, wanted) for cache in caches]
+    entries = range(len(first.layers))
+    policies = [_common_policy(n, [cache.layers[n] for cache in caches]) for n in entries]
+    caches = [_with_layouts(cache, policies) for cache in caches]
     layers = [
-        held[0].concatenate(held[1:]) for held in zip(*(c.layers for c in alike), strict=True)
+        same[0].concatenate(same[1:]) for same in zip(*(c.layers for c in caches), strict=True)
     ]
-    return with_rows(first, layers=tuple(layers), **_rows_of(alike))
+    return with_rows(first, layers=tuple(layers), **_row_state(caches))
 
 
-def _in_pages(caches: Sequence[KVCache]) -> KVCache:
-    """The rows of caches of which some are in pages."""
-    first, policies = caches[0], [[layer.policy for layer in c.layers] for c in caches]
-    divided = first.spread is not None and first.spread.rows > 1
-    if divided or any(each != policies[0] for each in policies):
-        # Rows leave the pages of their device, or policy.
-        whole = _joined([without_pages(cache) for cache in caches])
-        wanted = [
-            _repaged([of[entry] for of in policies], layer.policy, whole.batch)
+def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
+    """Concatenate caches of which at least one has pages."""
+    first, policies = caches[0], [[layer.policy for layer in cache.layers] for cache in caches]
+    sharded = first.spread is not None and first.spread.rows > 1
+    if sharded or any(each != policies[0] for each in policies):
+        # Rows may change their device or policy, so they can't keep their pages.
+        whole = _concatenate_unpaged([without_pages(cache) for cache in caches])
+        paged_policies = [
+            _with_pages([each[entry] for each in policies], layer.policy, whole.batch)
             for entry, layer in enumerate(whole.layers)
         ]
-        return with_policies(whole, wanted)
-    same = all(_pages_of(cache) == _pages_of(first) for cache in caches)
+        return with_policies(whole, paged_policies)
+    one_pool = all(_page_arrays(cache) == _page_arrays(first) for cache in caches)
     layers = []
-    for held in zip(*(cache.layers for cache in caches), strict=True):
-        policy, of_one = held[0].policy, same and held[0].policy.page_group is not None
-        every = [replace(x, keys=None, values=None) if of_one else x for x in held]
-        joined = every[0].joined(every[1:])
-        if of_one:
-            joined = replace(joined, keys=held[0].keys, values=held[0].values)
+    for same in zip(*(cache.layers for cache in caches), strict=True):
+        policy = same[0].policy
+        shared = one_pool and policy.page_group is not None
+        parts = [replace(x, keys=None, values=None) if shared else x for x in same]
+        layer = parts[0].concatenate(parts[1:])
+        if shared:
+            layer = replace(layer, keys=same[0].keys, values=same[0].values)
         elif policy.page_group is not None:
-            joined = replace(joined, policy=_repaged([x.policy for x in held], policy, 1))
-        layers.append(joined)
-    pools = [of[0].joined(of[1:], same=same) for of in zip(*(c.pools for c in caches), strict=True)]
-    cache = with_rows(first, layers=tuple(layers), pools=tuple(pools), **_rows_of(caches))
-    # A page that is not full can stand in two rows of one pool.
+            layer = replace(layer, policy=_with_pages([x.policy for x in same], policy, 1))
+        layers.append(layer)
+    pools = [
+        same[0].joined(same[1:], same=one_pool)
+        for same in zip(*(cache.pools for cache in caches), strict=True)
+    ]
+    cache = with_rows(first, layers=tuple(layers), pools=tuple(pools), **_row_state(caches))
+    # Two rows may now share a page that is not full, which only one of them may write to.
     return empty_unallocated(*fork_pages(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
 
 
-def _pages_of(cache: KVCache) -> list[int]:
-    """Which arrays a cache's pages are."""
-    layers = [held for held in cache.layers if held.policy.page_group is not None]
-    return [id(x) for held in layers for x in jax.tree.leaves((held.keys, held.values))]
+def _page_arrays(cache: KVCache) -> list[int]:
+    """The identity of the arrays that hold a cache's pages."""
+    layers = [layer for layer in cache.layers if layer.policy.page_group is not None]
+    return [id(x) for layer in layers for x in jax.tree.leaves((layer.keys, layer.values))]
 
 
-def _repaged(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
-    """Of policies of rows that are joined the first one's, with room for all that they had."""
+def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
+    """``joined`` in pages as in the first policy, with a pool for the pages of all policies."""
     layouts = [paged(each.layout) for each in policies]
     first = layouts[0]
     if first is None:
@@ -125,25 +136,27 @@ def _repaged(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) ->
     return replace(joined, layout=whole).with_pool(rows)
 
 
-def _rows_of(caches: Sequence[KVCache]) -> dict[str, Array]:
-    """The cursors of all rows."""
+def _row_state(caches: Sequence[KVCache]) -> dict[str, Array]:
+    """The lengths and other per-row arrays of all rows."""
     names = "length", "written", "status"
     return {name: jnp.concatenate([getattr(cache, name) for cache in caches]) for name in names}
 
 
-def _together(cache: KVCache, other: KVCache) -> bool:
-    """Whether two caches are on the same devices, as far as that can be seen."""
+def _on_same_devices(cache: KVCache, other: KVCache) -> bool:
+    """Whether two caches are on the same devices; True if either is traced."""
     if is_traced(cache.length) or is_traced(other.length):
         return True
     return cache.length.devices() == other.length.devices()
 
 
-def _common(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
-    """The policy under which layers of one model go on as they were: the first one's, as large as
-    the largest; where some keep no more than all of them show, as those do.
+def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
+    """A policy that keeps all tokens that these layers of one model show.
+
+    It is the first layer's policy, as large as the largest. If some layers keep no more than the
+    window that all of them show, it has their layout.
 
     Raises:
-      ValueError: if there is none.
+      ValueError: if there is no such policy.
     """
     first, layouts = layers[0].policy, [layer.policy.layout for layer in layers]
     try:
@@ -151,30 +164,31 @@ def _common(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
     except ValueError:
         order = lambda each: (each.window is None, each.limit is not None, -each.slots)  # noqa: E731
         layout = min(layouts, key=order)
-        if len({_shown(layer) for layer in layers}) > 1:
+        if len({_visible_range(layer) for layer in layers}) > 1:
             layout = None
     if layout is None or any(layer.policy.storage_key != first.storage_key for layer in layers):
         kinds = " and ".join(dict.fromkeys(str(layer.policy) for layer in layers))
         raise ValueError(
-            f"layer {entry} is of {kinds}, whose rows do not go on alike: kvjax.convert the caches "
-            "to one policy first"
+            f"layer {entry} has the policies {kinds}, which store or show different tokens: "
+            "kvjax.convert the caches to one policy first"
         )
     return replace(first, layout=layout)
 
 
-def _shown(layer: LayerCache) -> tuple[int, int]:
-    """How far back a layer shows tokens to queries, and how many of the first it always does."""
+def _visible_range(layer: LayerCache) -> tuple[int, int]:
+    """The window in which a layer shows tokens to queries, and the number of sinks."""
     layout = layer.policy.layout
     return min(layout.window or UNLIMITED, layer.window or UNLIMITED), layout.sinks
 
 
-def _as_policies(cache: KVCache, wanted: Sequence[CachePolicy]) -> KVCache:
-    """A cache under policies that keep all that it shows."""
+def _with_layouts(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
+    """Pad or convert the layers of a cache to policies of ``_common_policy``."""
     layers, marks, status = [], [], cache.status
-    for entry, (held, policy) in enumerate(zip(cache.layers, wanted, strict=True)):
+    for entry, (old, policy) in enumerate(zip(cache.layers, policies, strict=True)):
         layout, written = policy.layout, cache.written[:, entry]
-        if replace(held.policy, layout=layout) == policy and _fits(held.policy.layout, layout):
-            layer, written = pad_layer(held, layout), grown_mark(held, layout, written)
+        same = replace(old.policy, layout=layout) == policy
+        if same and _is_prefix_of(old.policy.layout, layout):
+            layer, written = pad_layer(old, layout), grown_mark(old, layout, written)
         else:
             layer, written, lost = convert_entry(cache, entry, policy)
             status |= lost
@@ -183,15 +197,15 @@ def _as_policies(cache: KVCache, wanted: Sequence[CachePolicy]) -> KVCache:
     return replace(cache, layers=tuple(layers), written=jnp.stack(marks, 1), status=status)
 
 
-def _fits(layout: Layout, larger: Layout) -> bool:
-    """Whether the slots of a layout are the first of a larger one."""
+def _is_prefix_of(layout: Layout, larger: Layout) -> bool:
+    """Whether the slots of a layout are the first slots of a larger one."""
     try:
         return layout.joined(larger) == larger
     except ValueError:
         return False
 
 
-def _model_of(cache: KVCache) -> Any:
-    """What caches of one model have in common."""
+def _model_shape(cache: KVCache) -> Any:
+    """The properties that all caches of one model share."""
     layers = [(layer.kv_heads, layer.head_dim, layer.window) for layer in cache.layers]
     return layers, cache.sources, cache.positions

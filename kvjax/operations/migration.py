@@ -1,4 +1,4 @@
-"""A cache's layers in other places: parked on the host, taken up again, on another mesh."""
+"""Move layers between device and host, or a whole cache to another mesh."""
 
 import functools
 from collections.abc import Iterable, Sequence
@@ -28,7 +28,7 @@ from kvjax.placement.order import arrange, restore
 from kvjax.policies.cache_policy import CachePolicy
 
 KEEP: Any = object()
-"""Of ``migrate``: the devices where the cache is."""
+"""The default ``mesh`` of ``migrate``: stay on the current devices."""
 
 
 @without_mesh_context
@@ -40,39 +40,41 @@ def migrate(
     *,
     mesh: Mesh | None = KEEP,
 ) -> KVCache:
-    """Move a cache, or some of its layers, to another place; numbers stay what they are.
+    """Move a cache, or some of its layers, to another place, without changing any value.
 
-    It is done outside ``jit``, one layer after the other, and the cache given is used up, so that
-    never more than one layer is held twice; a ``fork`` of it survives. The last layer may still be
-    on its way when this returns. A raw layer has a tail on the host alone, and is laid out anew
-    when it moves; others move as they are. There and back, a text goes on bit for bit.
+    This runs outside ``jit``, layer by layer, and uses the argument up: at most one layer exists
+    twice at any time. A ``fork`` of the argument survives. The transfer of the last layer may still
+    be running when this returns. A raw layer has a tail only on the host, so it is converted when
+    it moves. After a move and back, generation continues bit for bit.
 
     Args:
-      cache: the cache; the arrays of what moves are deleted.
-      placement: where to: ``Device()``, ``Host()``; by default each layer stays in its kind of
+      cache: the cache; the arrays of moved layers are deleted.
+      placement: the new place, ``Device()`` or ``Host()``; by default layers stay in their kind of
         memory.
-      layers: which layers of the model; by default all.
-      mesh: the devices to spread the whole cache over, see ``make_mesh``, or None for the default
-        one; if it is not given, those where it is.
+      layers: indices of the model's layers to move; by default all.
+      mesh: a mesh from ``make_mesh`` to move the whole cache to, or None for the default device; by
+        default the cache stays on its devices.
 
     Raises:
-      ValueError: if there is no such layer, the placement is none, the cache has been used up, the
-        mesh does not divide the rows, or some layers alone are to be on another mesh; inside
+      ValueError: if a layer does not exist, ``placement`` is not a placement, the cache is used up,
+        the mesh does not divide the rows, or both ``layers`` and ``mesh`` are given; inside
         ``jit``.
     """
     cache = validated("kvjax.migrate", cache, outside=True)
     if mesh is not KEEP:
         if layers is not None:
-            raise ValueError("all layers are on the same devices: give layers or mesh, not both")
+            raise ValueError(
+                "give layers or mesh, not both: all layers of a cache are on the same devices"
+            )
         spread = None if mesh is None else shard_over(mesh, cache.common_heads)
-        cache = cache if spread == cache.spread else _respread(cache, spread)
+        cache = cache if spread == cache.spread else _move_to_mesh(cache, spread)
     if placement is None and mesh is not KEEP:
         return cache
     placement = check_placement(placement)
     entries = range(len(cache.layers))
     if layers is not None:
         if not isinstance(layers, Iterable):
-            raise ValueError(f"layers must be a list of numbers, got {layers!r:.80}")
+            raise ValueError(f"layers must be a list of integers, got {layers!r:.80}")
         entries = sorted({cache.entry(as_int("layer", number, 0)) for number in layers})
     return move_layers(cache, placement, entries)
 
@@ -80,101 +82,104 @@ def migrate(
 def move_layers(
     cache: KVCache, placement: Device, entries: Iterable[int], *, keep: bool = False
 ) -> KVCache:
-    """``migrate`` of some of ``KVCache.layers``; with ``keep`` the cache given stays as it is."""
-    held, marks, status = list(cache.layers), _columns(cache.written), cache.status
+    """Move some of ``KVCache.layers``; with ``keep`` the argument is not used up."""
+    layers, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
     with on_device_of(cache.length):
         entries = list(entries)
         policies = [
-            x.policy.with_placement(placement) if n in entries else x.policy
-            for n, x in enumerate(held)
+            layer.policy.with_placement(placement) if n in entries else layer.policy
+            for n, layer in enumerate(layers)
         ]
-        pools, lacking = _pools_under(cache, policies)
+        pools, lacking = _pools_for(cache, policies)
         status |= flag_where(lacking, LOST)
         for entry in entries:
-            old, policy = held[entry], policies[entry]
+            old, policy = layers[entry], policies[entry]
             table = None if policy.page_group is None else pools[policy.page_group].whole
             if policy.placement.place == old.policy.placement.place:
-                held[entry] = replace(old, policy=policy)
+                layers[entry] = replace(old, policy=policy)
                 continue
             jax.block_until_ready(moving)
             if policy.has_tail == old.policy.has_tail:
-                moving = _in_order(old, policy)
+                moving = _reorder(old, policy)
                 keys, values = policy.placement.store((moving.keys, moving.values), moving.orders)
                 moving = replace(moving, keys=keys, values=values)
                 if not keep:
                     delete_unshared(old, moving)
             else:
-                # What is laid out anew is there before the old arrays go, and those go before it
-                # moves: never more than two of them.
+                # Delete the old arrays after the conversion and before the transfer, so that at
+                # most two copies exist.
                 tables = cache.table(entry, whole=True), table
-                anew, marks[entry], _, lost = _laid_out(
+                converted, marks[entry], _, lost = _convert_layer(
                     old, cache.length, marks[entry], policy, tables
                 )
                 if not keep:
-                    delete_unshared(old, anew)
-                moving = anew.placed()
-                del anew
+                    delete_unshared(old, converted)
+                moving = converted.placed()
+                del converted
                 status |= flag_where(lost, LOST)
-            held[entry] = moving
-        there = replace(
-            cache, layers=tuple(held), written=jnp.stack(marks, axis=1), status=status,
+            layers[entry] = moving
+        result = replace(
+            cache,
+            layers=tuple(layers),
+            written=jnp.stack(marks, axis=1),
+            status=status,
             pools=tuple(pools.values()),
-        )  # fmt: skip
-        return commit_together(there)
+        )
+        return commit_together(result)
 
 
-def _pools_under(
+def _pools_for(
     cache: KVCache, policies: Sequence[CachePolicy]
 ) -> tuple[dict[PageGroup, PageAllocator], Array]:
-    """The pools of a cache's kinds of layers under other policies of the same devices, and the rows
-    that find no pages in those that are new."""
+    """The pools for other policies on the same devices, and the rows that get no pages in them."""
     pools: dict[PageGroup, PageAllocator] = {}
     before, lacking = dict(zip(cache.page_groups, cache.pools, strict=True)), cache.status < 0
-    for page_group in dict.fromkeys(each.page_group for each in policies):
+    for page_group in dict.fromkeys(policy.page_group for policy in policies):
         if page_group in before:
             pools[page_group] = before[page_group]
         elif page_group is not None:
-            pool, without = pool_for(page_group, cache)
+            pool, lacking_here = pool_for(page_group, cache)
             pools[page_group] = cache.layers[0].policy.placement.put(pool)
-            lacking |= without
+            lacking |= lacking_here
     return pools, lacking
 
 
 def _columns(array: Array) -> list[Array]:
-    """What iterating over the columns gives, also where other processes have some of it."""
+    """The columns of an array; iterating fails if other processes hold a part of it."""
     return [array[:, n] for n in range(array.shape[1])]
 
 
-def _respread(cache: KVCache, spread: MeshSharding | None) -> KVCache:
-    """A cache on the devices of another mesh, or on the default one; the one given is used up."""
+def _move_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
+    """Move a cache to another mesh or to the default device; the argument is used up."""
     if spread is not None:
         spread.check_rows(cache.batch)
     elif not cache.length.is_fully_addressable:
         raise ValueError(
-            "the cache is on devices of several processes, and mesh=None is one device: give a mesh"
+            "mesh=None is a single device, but several processes hold the cache: give a mesh"
         )
-    shares = [1 if x is None else x.rows for x in (cache.spread, spread)]
-    if cache.pools and shares[0] != shares[1]:
-        return _repaged(cache, spread)
+    before, after = (1 if x is None else x.rows for x in (cache.spread, spread))
+    if cache.pools and before != after:
+        return _move_pages_to_mesh(cache, spread)
     layers, marks, status = [], _columns(cache.written), cache.status
     for entry, old in enumerate(cache.layers):
         policy = replace(old.policy, placement=old.policy.placement.on_mesh(spread).with_target())
-        anew = old
-        if (
-            policy.stored_layout != old.policy.stored_layout
-        ):  # other numbers of slots can be divided there
+        layer = old
+        if policy.stored_layout != old.policy.stored_layout:
+            # Another mesh may need another number of slots, to divide them evenly.
             tables = (cache.table(entry, whole=True),) * 2
-            anew, marks[entry], _, lost = _laid_out(old, cache.length, marks[entry], policy, tables)
+            layer, marks[entry], _, lost = _convert_layer(
+                old, cache.length, marks[entry], policy, tables
+            )
             status |= flag_where(lost, LOST)
-        # From device to device: between the hosts' memories of two meshes nothing is copied.
-        near, far = Device(spread=spread).with_target(), policy.placement.needs_tail
-        anew = _in_order(anew.near() if far else anew, replace(policy, placement=near))
-        there = put_on_default_device(anew) if spread is None else anew.placed()
-        moving = _in_order(there, policy)
-        moving = jax.block_until_ready(moving.placed() if far else moving)
-        _let_go_of_other(old, moving)
-        layers.append(moving)
+        # Move through device memory: JAX does not copy between the host memories of two meshes.
+        near, on_host = Device(spread=spread).with_target(), policy.placement.needs_tail
+        layer = _reorder(layer.near() if on_host else layer, replace(policy, placement=near))
+        moved = put_on_default_device(layer) if spread is None else layer.placed()
+        moved = _reorder(moved, policy)
+        moved = jax.block_until_ready(moved.placed() if on_host else moved)
+        _delete_unshared_buffers(old, moved)
+        layers.append(moved)
     put = put_on_default_device if spread is None else layers[0].policy.placement.put
     length, written, status, pools = put(
         (cache.length, jnp.stack(marks, axis=1), status, cache.pools)
@@ -184,10 +189,12 @@ def _respread(cache: KVCache, spread: MeshSharding | None) -> KVCache:
     )
 
 
-def _repaged(cache: KVCache, spread: MeshSharding | None) -> KVCache:
-    """``_respread`` to where another number of devices divide the rows, who have pages of their
-    own: by way of rows without pages."""
-    whole = _respread(without_pages(cache), spread)
+def _move_pages_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
+    """``_move_to_mesh`` if another number of devices divides the rows of a paged cache.
+
+    Each device has a pool of its own, so the rows are moved without pages.
+    """
+    whole = _move_to_mesh(without_pages(cache), spread)
     policies = []
     for old, new in zip(cache.layers, whole.layers, strict=True):
         layout, policy = old.policy.layout, new.policy
@@ -195,47 +202,49 @@ def _repaged(cache: KVCache, spread: MeshSharding | None) -> KVCache:
             layout = replace(layout, inner=policy.layout, pool=None)
             policy = replace(policy, layout=layout).with_pool(cache.batch)
         policies.append(policy)
-    found = with_policies(whole, policies)
-    for old, new in zip(cache.layers, found.layers, strict=True):
+    result = with_policies(whole, policies)
+    for old, new in zip(cache.layers, result.layers, strict=True):
         delete_unshared(old, new)
-    return found
+    return result
 
 
-def _let_go_of_other(old: LayerCache, new: LayerCache) -> None:
+def _delete_unshared_buffers(old: LayerCache, new: LayerCache) -> None:
     """Like ``delete_unshared``, but compares buffers: a move may return arrays that share them."""
 
-    def memory(arrays: list[Any]) -> set[int]:
+    def buffers(arrays: list[Any]) -> set[int]:
         return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
 
-    kept = memory(jax.tree.leaves(new))
+    used = buffers(jax.tree.leaves(new))
     for array in jax.tree.leaves(old):
-        if not memory([array]) & kept:
+        if not buffers([array]) & used:
             array.delete()
 
 
-def _in_order(old: LayerCache, policy: CachePolicy) -> LayerCache:
-    """A layer under another policy that stores the same, perhaps in another order: then it is
-    turned on the device."""
+def _reorder(old: LayerCache, policy: CachePolicy) -> LayerCache:
+    """A layer under another policy that stores the same numbers, in the new policy's order.
+
+    If the order differs, the numbers are rearranged on the device.
+    """
     new = replace(old, policy=policy)
     if new.orders == old.orders:
         return new
     near = old.near()
-    keys, values = _reordered((near.keys, near.values), old.orders, new.orders)
+    keys, values = _rearrange((near.keys, near.values), old.orders, new.orders)
     return replace(near, keys=keys, values=values, policy=policy)
 
 
 @functools.partial(jax.jit, static_argnames=("before", "after"))
-def _reordered(body: Any, before: Any, after: Any) -> Any:
+def _rearrange(body: Any, before: Any, after: Any) -> Any:
     return arrange(restore(body, before), after)
 
 
 def delete_unshared(old: LayerCache, new: LayerCache) -> None:
-    """Delete the arrays that are no longer needed; what still reads them does so to the end."""
-    kept = {id(array) for array in jax.tree.leaves(new)}
+    """Delete the arrays of ``old`` that ``new`` does not use; running programs still finish."""
+    used = {id(array) for array in jax.tree.leaves(new)}
     for array in jax.tree.leaves(old):
-        if id(array) not in kept:
+        if id(array) not in used:
             array.delete()
 
 
-# In one program: operation by operation each of them would be compiled, and keep what it makes.
-_laid_out = jax.jit(convert_layer, static_argnames="policy")
+# Without jit every operation would be compiled and keep its result.
+_convert_layer = jax.jit(convert_layer, static_argnames="policy")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.checks import check, validated
-from kvjax.cache.layer import LayerCache, layer_shapes
+from kvjax.cache.layer import layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
@@ -36,7 +36,7 @@ CACHE_KIND = "a cache"
 
 
 class ModelWithParams(Protocol):
-    """A loaded model."""
+    """A model with its parameters."""
 
     @property
     def config(self) -> Any: ...
@@ -45,39 +45,41 @@ class ModelWithParams(Protocol):
 
 
 def fingerprint(model: ModelWithParams | str | None) -> str | None:
-    """A short text that tells one model's weights from another's: of a model, or as it is given.
+    """A short hash of a model's config and weights; a string or None is returned unchanged.
 
-    Of each weight two sums of its bits go into it, one of them by their places. They are of whole
-    numbers, and so the same on any device and any mesh, and no array is moved.
+    It includes two checksums of the bits of each weight. They are integer sums, so they are the
+    same on all devices and meshes, and no weight is moved.
     """
     if model is None or isinstance(model, str):
         return model
-    named, _ = jax.tree_util.tree_flatten_with_path(model.params)
-    found = hashlib.sha256(repr(model.config).encode())
-    for (path, x), sums in zip(named, fetch([_sums(x) for _, x in named]), strict=True):
-        found.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape} {sums}".encode())
-    return found.hexdigest()[:32]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(model.params)
+    digest = hashlib.sha256(repr(model.config).encode())
+    for (path, x), sums in zip(leaves, fetch([_checksums(x) for _, x in leaves]), strict=True):
+        digest.update(f"{jax.tree_util.keystr(path)} {x.dtype} {x.shape} {sums}".encode())
+    return digest.hexdigest()[:32]
 
 
 @jax.jit
-def _sums(x: Array) -> Array:
-    """Of an array's bits as uint32[2], modulo 2**32: their sum, and that by odd weights, which
-    differ along each axis."""
+def _checksums(x: Array) -> Array:
+    """uint32[2]: the sum of an array's bit patterns, and their sum weighted by position.
+
+    Both are modulo 2**32. The weights are odd.
+    """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
     if x.dtype == bool:
         x = x.astype(jnp.int8)
-    of = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
-    size = of(x.dtype).bits
+    info = jnp.finfo if jnp.issubdtype(x.dtype, jnp.floating) else jnp.iinfo
+    size = info(x.dtype).bits
     if size < 8:
         x, size = x.astype(jnp.float32), 32
     word = {8: jnp.uint8, 16: jnp.uint16}.get(size, jnp.uint32)
     bits = jax.lax.bitcast_convert_type(x, word).astype(jnp.uint32)
-    places = jnp.uint32(1)
+    weights = jnp.uint32(1)
     for axis, _ in enumerate(bits.shape):
         step = jnp.uint32(2 * (7919 * axis + 1013))
-        places = places + step * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
-    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * places, dtype=jnp.uint32)])
+        weights = weights + step * jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    return jnp.stack([jnp.sum(bits, dtype=jnp.uint32), jnp.sum(bits * weights, dtype=jnp.uint32)])
 
 
 @without_mesh_context
@@ -89,27 +91,26 @@ def save_cache(
     tokens: Sequence[Sequence[int]] | None = None,
     wait: bool = True,
 ) -> PendingSave:
-    """Write a cache into a folder, as it is stored: codes stay codes. What rows hold is written,
-    not what they have room for.
+    """Save a cache to a folder, in its stored form: quantized layers stay quantized.
 
-    The folder is the old one or the new one, whenever the writer is stopped: arrays are written
-    beside those that stand there (by Orbax), and then named in their place.
+    Only the filled part of each layer is written. The folder is replaced atomically: if the writer
+    is stopped, the folder holds the old or the new cache.
 
     Args:
-      path: the folder; one that is there must be empty, or written by this.
-      cache: the cache; it stays as it is. One on a mesh comes to the default device first, if slots
-        or pools are divided. One that is stacked is written layer by layer: ``stack`` what is
-        loaded.
-      model: the model that it is of, or a name for its weights, which ``load_cache`` is asked for.
-      tokens: of each row's text; the cache may lack the last ones (``GenerationResult.unfed``).
-      wait: until it is written; else a second thread writes it, and ``wait()`` of the result waits,
-        which is to be called before the program ends.
+      path: the folder; it must not exist, be empty, or have been written by this function.
+      cache: the cache; it is not changed. A cache on a mesh is moved to the default device first if
+        slots or pools are divided. A stacked cache is saved unstacked: call ``stack`` after loading.
+      model: the cache's model, or a name for its weights, which ``load_cache`` compares.
+      tokens: the tokens of each row. The cache may lack the last ones
+        (``GenerationResult.unfed``).
+      wait: whether to wait until the folder is written. Otherwise a second thread writes it, and
+        you must call ``wait()`` on the result before the program ends.
 
     Raises:
-      ValueError: if ``tokens`` are fewer than rows hold, the cache has been used up or is in the
-        middle of a call, other processes have a part of it; inside ``jit``.
-      CacheOverflowError: what ``check`` raises of the cache.
-      CheckpointError: if something else stands at ``path``.
+      ValueError: if a row has fewer ``tokens`` than the cache; if the cache is used up, within a
+        call, or partly held by other processes; inside ``jit``.
+      CacheOverflowError: if ``check`` raises it for the cache.
+      CheckpointError: if ``path`` holds anything else.
     """
     cache = unstack(validated("kvjax.save_cache", cache, outside=True))
     check(cache)
@@ -119,90 +120,91 @@ def save_cache(
         len(texts) != len(length) or any(n > len(x) for n, x in zip(length, texts, strict=True))
     ):
         raise ValueError(
-            f"tokens has {[len(row) for row in texts]} for rows that hold {length.tolist()}"
+            f"tokens has {[len(row) for row in texts]} tokens, but the rows hold {length.tolist()}"
         )
-    told = {
-        "kind": CACHE_KIND, "model": fingerprint(model), "tokens": texts,
-        "settings": json.loads(serialize_static(_settings(cache := _on_one_device(cache)))),
-    }  # fmt: skip
-    saving = save_folder(path, _arrays(cache), told)
+    cache = _on_one_device(cache)
+    metadata = {
+        "kind": CACHE_KIND,
+        "model": fingerprint(model),
+        "tokens": texts,
+        "settings": json.loads(serialize_static(_settings(cache))),
+    }
+    saving = save_folder(path, _arrays(cache), metadata)
     if wait:
         saving.wait()
     return saving
 
 
 def _on_one_device(cache: KVCache) -> KVCache:
-    """A cache as it is on one device, where its arrays may still be spread over several."""
+    """The cache under single-device policies; arrays with the same layout there are not moved."""
     spread = cache.spread
     if spread is None:
         return cache
     if not cache.length.is_fully_addressable:
-        raise ValueError("other processes have a part of the cache: each can save its own alone")
+        raise ValueError(
+            "other processes hold a part of the cache: save_cache needs all of it in one process"
+        )
     policies = [
         replace(x.policy, placement=x.policy.placement.on_mesh(None).with_target())
         for x in cache.layers
     ]
-    alike = all(
-        x.orders == replace(x, policy=each).orders and x.policy.stored_layout == each.stored_layout
-        for x, each in zip(cache.layers, policies, strict=True)
+    unchanged = all(
+        layer.orders == replace(layer, policy=policy).orders
+        and layer.policy.stored_layout == policy.stored_layout
+        for layer, policy in zip(cache.layers, policies, strict=True)
     )
-    if not alike or (cache.pools and spread.rows > 1):
+    if not unchanged or (cache.pools and spread.rows > 1):
         return migrate(fork(cache), mesh=None)
-    layers = [replace(x, policy=each) for x, each in zip(cache.layers, policies, strict=True)]
+    layers = [replace(x, policy=policy) for x, policy in zip(cache.layers, policies, strict=True)]
     return replace(cache, layers=tuple(layers))
 
 
 def _settings(cache: KVCache) -> tuple[Any, ...]:
-    """What is static of a cache."""
+    """The static fields of a cache."""
     layers = tuple((x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers)
     return layers, cache.sources, cache.positions, cache.rotary_len, cache.budget
 
 
 def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
-    """A cache's arrays by name, as far as they are filled, on the host."""
-    found: dict[str, Any] = {
-        "length": cache.length, "written": cache.written, "status": cache.status
-    }  # fmt: skip
-    used = []
+    """The filled part of a cache's arrays by name, on the host."""
+    arrays: dict[str, Any] = {
+        "length": cache.length,
+        "written": cache.written,
+        "status": cache.status,
+    }
+    used_pages = []
     for number, pool in enumerate(cache.pools):
         table = fetch(pool.table)
         pages = np.unique(table[table >= 0]).astype(np.int32)
-        found[f"table {number}"] = np.where(table >= 0, np.searchsorted(pages, table), -1)
-        used.append(pages if len(pages) else np.zeros(1, np.int32))
-    for entry, held in enumerate(cache.layers):
-        near, page_group = held.near(), held.policy.page_group
+        arrays[f"table {number}"] = np.where(table >= 0, np.searchsorted(pages, table), -1)
+        used_pages.append(pages if len(pages) else np.zeros(1, np.int32))
+    for entry, layer in enumerate(cache.layers):
+        near, page_group = layer.near(), layer.policy.page_group
+        body = near.keys, near.values
         if page_group is None:
             units = _filled(cache, entry)
             body = jax.tree.map(
-                lambda x, order, units=units: order.slice_units(x, 0, units),
-                body_of(near),
-                held.orders,
+                lambda x, order, units=units: order.slice_units(x, 0, units), body, layer.orders
             )
         else:
-            pages = used[cache.page_groups.index(page_group)]
-            body = jax.tree.map(functools.partial(jnp.take, indices=pages, axis=0), body_of(near))
-        for number, x in enumerate(jax.tree.leaves((body, held.tail, held.low))):
-            found[f"layer {entry} {number}"] = x
-    # The writer's own: a second thread writes them, whatever becomes of the cache.
-    return {name: np.array(x) for name, x in fetch(found).items()}
+            pages = used_pages[cache.page_groups.index(page_group)]
+            body = jax.tree.map(functools.partial(jnp.take, indices=pages, axis=0), body)
+        for number, x in enumerate(jax.tree.leaves((body, layer.tail, layer.low))):
+            arrays[f"layer {entry} {number}"] = x
+    # Copies, because a second thread writes them while the cache may be donated.
+    return {name: np.array(x) for name, x in fetch(arrays).items()}
 
 
 def _filled(cache: KVCache, entry: int) -> int:
-    """Units of a layer's body, from the first on, in which something was written."""
+    """Number of units of a layer's body up to the last written one."""
     policy = cache.layers[entry].policy
-    marks = jnp.maximum(cache.length, cache.written[:, entry])
-    units = policy.split.flushed(marks) if policy.has_tail else marks
+    written = jnp.maximum(cache.length, cache.written[:, entry])
+    units = policy.split.flushed(written) if policy.has_tail else written
     return max(int(policy.stored_layout.occupied(units)), 1)
 
 
-def body_of(held: LayerCache) -> tuple[Any, Any]:
-    """What a file keeps of it as its keys and values."""
-    return held.keys, held.values
-
-
 class SavedCache(NamedTuple):
-    """What ``load_cache`` gives: the cache, and the tokens that were saved with it, None if none
-    were."""
+    """The result of ``load_cache``: the cache, and the tokens saved with it or None."""
 
     cache: KVCache
     tokens: list[list[int]] | None
@@ -216,90 +218,94 @@ def load_cache(
     max_len: int | None = None,
     mesh: Mesh | None = None,
 ) -> SavedCache:
-    """Take up a cache from a folder that ``save_cache`` wrote, here or elsewhere.
+    """Load a cache that ``save_cache`` has written, on this or another machine.
 
-    On the kind of device where it was saved, with the same ``max_len``, it is that cache, bit for
-    bit. Between a CPU's and an accelerator's form its numbers stay what they are.
+    On the same type of device and with the same ``max_len``, it is identical bit for bit. CPUs and
+    accelerators store some numbers in different forms; these are converted without loss.
 
     Args:
       path: the folder.
-      model: the model that goes on with it, or the name that it was saved with.
-      max_len: tokens a row that it can hold; by default as many as it could. Rings have none.
-      mesh: devices to spread it over; by default it is on one.
+      model: the model that the cache will be used with, or the name given to ``save_cache``.
+      max_len: new capacity in tokens per row; by default the saved one. Rings have no capacity.
+      mesh: a mesh to put the cache on; by default it is on one device.
 
     Raises:
-      CheckpointError: if it is no cache, one of another model, or a file was cut or changed.
-      ValueError: if ``max_len`` is less than it could hold; as ``grow`` and ``migrate``.
+      CheckpointError: if the folder holds no cache, or a cache of another model, or if a file was
+        truncated or modified.
+      ValueError: if ``max_len`` is less than the saved capacity; as ``grow`` and ``migrate``.
     """
     max_len = as_optional_int("max_len", max_len, 1)
-    told, arrays = read_folder(path)
-    if told.get("kind") != CACHE_KIND:
-        raise CheckpointError(f"{path}: holds {told.get('kind')}, and not {CACHE_KIND}")
-    asked, known = fingerprint(model), told.get("model")
-    if None not in (asked, known) and asked != known:
+    metadata, arrays = read_folder(path)
+    if metadata.get("kind") != CACHE_KIND:
+        raise CheckpointError(f"{path}: holds {metadata.get('kind')}, not {CACHE_KIND}")
+    expected, saved = fingerprint(model), metadata.get("model")
+    if None not in (expected, saved) and expected != saved:
         raise CheckpointError(
-            f"{path}: a cache of the model {known}, and this one is {asked}: the numbers of one "
-            "model are of no use to another"
+            f"{path}: was saved for model {saved}, but the model here is {expected}: a cache works "
+            "only with the model that computed it"
         )
     with report_format_errors(path):
-        texts: list[list[int]] | None = told["tokens"]
-        settings = deserialize_static(json.dumps(told["settings"]).encode())
-        cache = _cache(settings, arrays, max_len or 0)
+        texts: list[list[int]] | None = metadata["tokens"]
+        settings = deserialize_static(json.dumps(metadata["settings"]).encode())
+        cache = _restore(settings, arrays, max_len or 0)
     most = cache.max_len if cache.grows_to is None else cache.grows_to
     if max_len is not None and UNLIMITED > most > max_len:
         raise ValueError(
-            f"max_len is {max_len}, but the cache in {path} holds {most}: kvjax.convert makes it "
-            "smaller"
+            f"max_len is {max_len}, but the cache in {path} holds {most}: load it without max_len "
+            "and shrink it with kvjax.convert"
         )
     if max_len is not None and most < max_len and cache.grows_to is None:
         cache = grow(cache, max_len)
     return SavedCache(cache if mesh is None else migrate(cache, mesh=mesh), texts)
 
 
-def _cache(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: int) -> KVCache:
-    """The cache of settings and arrays, in the form of the device here; one that grows may do so to
-    ``max_len``."""
+def _restore(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: int) -> KVCache:
+    """The cache with these static fields and arrays, in the form of the current device.
+
+    A growing cache may grow to at least ``max_len``.
+    """
     saved, sources, positions, rotary_len, budget = settings
-    here, layers = current_target(), []
+    target, layers = current_target(), []
     length = arrays["length"]
     for entry, (policy, kv_heads, head_dim, window) in enumerate(saved):
-        raw = policy.raw and tuple(codec.resolve(None, here.platform) for codec in policy.raw)
+        raw = policy.raw and tuple(codec.resolve(None, target.platform) for codec in policy.raw)
         policy = replace(
-            policy, keys=policy.keys.resolve(None, here.platform),
-            values=policy.values.resolve(None, here.platform),
-            raw=raw, layout=_growing_to(policy.layout, max_len),
-        )  # fmt: skip
+            policy,
+            keys=policy.keys.resolve(None, target.platform),
+            values=policy.values.resolve(None, target.platform),
+            raw=raw,
+            layout=_growing_to(policy.layout, max_len),
+        )
         like = layer_shapes(policy, len(length), kv_heads, head_dim)
-        shapes, form = jax.tree.flatten((body_of(like), like.tail, like.low))
-        some = [arrays[f"layer {entry} {n}"] for n in range(len(shapes))]
-        body, tail, low = jax.tree.unflatten(
-            form, [_whole(x, shape) for x, shape in zip(some, shapes, strict=True)]
-        )
-        layers.append(
-            replace(like, keys=body[0], values=body[1], tail=tail, low=low, window=window)
-        )
+        shapes, structure = jax.tree.flatten(((like.keys, like.values), like.tail, like.low))
+        filled = [_pad_to(arrays[f"layer {entry} {n}"], shape) for n, shape in enumerate(shapes)]
+        (keys, values), tail, low = jax.tree.unflatten(structure, filled)
+        layers.append(replace(like, keys=keys, values=values, tail=tail, low=low, window=window))
     put = layers[0].policy.placement.put
     rows = put((length, arrays["written"], arrays["status"]))
     cache = KVCache(
-        tuple(layer.placed() for layer in layers), *rows, sources=sources, positions=positions,
-        rotary_len=rotary_len, budget=budget,
-    )  # fmt: skip
+        tuple(layer.placed() for layer in layers),
+        *rows,
+        sources=sources,
+        positions=positions,
+        rotary_len=rotary_len,
+        budget=budget,
+    )
     pools = [
-        _pool(kind.layout.pool or 0, arrays[f"table {number}"])
-        for number, kind in enumerate(cache.page_groups)
+        _restore_pool(group.layout.pool or 0, arrays[f"table {number}"])
+        for number, group in enumerate(cache.page_groups)
     ]
     cache = commit_together(replace(cache, pools=put(tuple(pools))))
-    if all(layer.policy.placement.compute_target == here for layer in layers):
+    if all(layer.policy.placement.compute_target == target for layer in layers):
         return cache
-    there = [
-        replace(x, placement=x.placement.on_mesh(None).with_target())
-        for x in (y.policy for y in layers)
-    ]
-    return with_policies(cache, there)
+    policies = [layer.policy for layer in layers]
+    return with_policies(
+        cache, [replace(x, placement=x.placement.on_mesh(None).with_target()) for x in policies]
+    )
 
 
 def _growing_to(layout: Any, max_len: int) -> Any:
-    """A layout that may grow at least so far, if it grows."""
+    """Let a growing layout grow to at least ``max_len``."""
     if pages := paged(layout):
         return replace(pages, inner=_growing_to(pages.inner, max_len))
     if layout.grows_to is None or layout.grows_to >= max_len:
@@ -307,24 +313,26 @@ def _growing_to(layout: Any, max_len: int) -> Any:
     return replace(layout, grows_to=max_len)
 
 
-def _whole(some: np.ndarray, like: Any) -> np.ndarray:
-    """An array of a shape and dtype that begins with some numbers along one axis, or is these; 16
-    bits stay what they are, whichever way they are kept."""
-    if some.dtype != like.dtype:
-        if some.dtype.itemsize != like.dtype.itemsize:
-            raise ValueError(f"{some.dtype} where {like.dtype} was expected")
-        some = some.view(like.dtype)
-    if some.ndim != len(like.shape) or any(
-        n > m for n, m in zip(some.shape, like.shape, strict=True)
+def _pad_to(filled: np.ndarray, like: Any) -> np.ndarray:
+    """Pad an array with zeros to the shape of ``like``, along one axis at most.
+
+    A dtype of the same size is reinterpreted, since 16-bit numbers may be stored as their bits.
+    """
+    if filled.dtype != like.dtype:
+        if filled.dtype.itemsize != like.dtype.itemsize:
+            raise ValueError(f"{filled.dtype} where {like.dtype} was expected")
+        filled = filled.view(like.dtype)
+    if filled.ndim != len(like.shape) or any(
+        n > m for n, m in zip(filled.shape, like.shape, strict=True)
     ):
-        raise ValueError(f"{list(some.shape)} where {list(like.shape)} was expected")
-    found = np.zeros(like.shape, like.dtype)
-    found[tuple(slice(n) for n in some.shape)] = some
-    return found
+        raise ValueError(f"{list(filled.shape)} where {list(like.shape)} was expected")
+    padded = np.zeros(like.shape, like.dtype)
+    padded[tuple(slice(n) for n in filled.shape)] = filled
+    return padded
 
 
-def _pool(pages: int, table: np.ndarray) -> PageAllocator:
-    """The pool of which rows have the pages of a table, the first ones."""
+def _restore_pool(pages: int, table: np.ndarray) -> PageAllocator:
+    """The pool of a page table that uses the first pages."""
     refs = np.bincount(table[table >= 0], minlength=pages).astype(np.int32)
     free = np.flatnonzero(refs == 0)[::-1]
     stack = np.zeros(pages, np.int32)
