@@ -368,7 +368,10 @@ class TestLimits:
         ("wrong", "message"),
         [
             ({"max_batch_size": 0}, "max_batch_size must be an integer >= 1, got 0"),
-            ({"cache_memory_ratio": 1.5}, "cache_memory_ratio=1.5: it is above 0 and at most 1"),
+            (
+                {"cache_memory_ratio": 1.5},
+                "cache_memory_ratio must be above 0 and at most 1, got 1.5",
+            ),
             ({"device_memory": 5}, "device_memory is what cache_memory_ratio is a part of"),
         ],
     )
@@ -389,7 +392,7 @@ def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
             return {"bytes_limit": 12345}
 
     monkeypatch.setattr("kvjax.memory.limits.default_device", Silent)
-    with pytest.raises(ValueError, match="cpu does not say how much memory it has"):
+    with pytest.raises(ValueError, match="a cpu does not report its memory"):
         device_memory()
     monkeypatch.setattr("kvjax.memory.limits.default_device", Saying)
     assert device_memory() == 12345
@@ -398,7 +401,7 @@ def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
 def test_wrong_lengths_are_refused():
     with pytest.raises(ValueError, match="length is 9, but max_len only 8"):
         plan(MODEL, max_len=8, length=9)
-    with pytest.raises(ValueError, match="fraction=0: it is above 0"):
+    with pytest.raises(ValueError, match="fraction must be above 0"):
         what_fits(MODEL, max_len=8, memory=10, fraction=0)
 
 

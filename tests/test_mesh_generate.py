@@ -296,7 +296,7 @@ def test_a_model_that_one_device_does_not_hold_is_spread():
     # Seven devices could share 28 heads, but not the weights of 4 key-value heads.
     assert spread(28, 4, 0.4) == 4
     assert auto_mesh(Architecture(tiny_config())) is None  # a CPU does not say what it has
-    with pytest.raises(ValueError, match=r"spread over the 8 local device\(s\) at least"):
+    with pytest.raises(ValueError, match=r"when spread over the 8 local device\(s\), but"):
         spread(8, 8, 0.05)
 
 

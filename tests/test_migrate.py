@@ -364,7 +364,7 @@ def test_auto_without_a_memory(tiny_llama):
     for choice in ("auto", kvjax.policy("auto")):
         with pytest.raises(ValueError, match="give memory="):
             kvjax.init_cache(MODEL.config, choice, max_len=64)
-    with pytest.raises(ValueError, match=r"without memory=.*does not say how much memory it has"):
+    with pytest.raises(ValueError, match=r"without memory=.*does not report its memory"):
         kvjax.generate(tiny_llama, "abc", cache="auto")
     with pytest.raises(ValueError, match="'static' has no setting 'memory'"):
         kvjax.policy("static", memory=3)

@@ -232,7 +232,7 @@ def prepare_request(
             prompts=count * samples,
             need=max([positions, *map(len, encoder_tokens or ())]),
             capacity=capacity,
-            beside=source,
+            other_bytes=source,
         )
     eos = parse_eos_token_ids(lm, options.eos_token_ids)
     bias = parse_logit_bias(lm.config, options.logit_bias)

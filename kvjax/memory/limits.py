@@ -1,4 +1,4 @@
-"""What fits into a device's memory, and limits that generation checks."""
+"""Which caches fit into a device's memory, and limits that ``generate`` enforces."""
 
 import bisect
 import functools
@@ -21,64 +21,67 @@ from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
 
 def device_memory() -> int:
-    """Bytes of the default device's memory that programs may use.
+    """Bytes of memory that programs may use on the default device.
 
     Raises:
-      ValueError: if the device does not say (a CPU does not).
+      ValueError: if the device does not report it. CPUs don't.
     """
     device = default_device()
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ValueError(
-            f"{device.device_kind} does not say how much memory it has: give the bytes"
+            f"a {device.device_kind} does not report its memory: give the number of bytes"
         )
     return int(stats["bytes_limit"])
 
 
 AUTO_FRACTION = 0.8
-"""Of a device's memory, what weights may take before ``auto_mesh`` takes another device."""
+"""The fraction of a device's memory that weights may fill before ``auto_mesh`` adds a device."""
 
 
 def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
-    """The smallest mesh of local devices, along ``tensor``, of which each has room for its share of
-    a model's weights; None where one device has, or does not say how much memory it has.
+    """The smallest mesh of local devices, along ``tensor``, whose devices can hold the weights.
 
-    ``memory``: bytes of a device; by default what the default device says.
+    Returns None if one device can hold them, or does not report its memory.
+
+    Args:
+      model: the model.
+      memory: bytes of each device; by default the default device reports it.
 
     Raises:
-      ValueError: if no number of them has.
+      ValueError: if all local devices together are too small.
     """
     if memory is None:
         try:
             memory = device_memory()
         except ValueError:
             return None
-    room = int(AUTO_FRACTION * memory)
+    allowed = int(AUTO_FRACTION * memory)
     least = whole = weight_bytes(model)
-    if whole <= room:
+    if whole <= allowed:
         return None
     devices = jax.local_devices(backend=default_device().platform)
     for count in range(2, len(devices) + 1):
         share = weight_bytes(model, AbstractMesh((count,), (TENSOR,)))
-        if share <= room:
+        if share <= allowed:
             return make_mesh(tensor=count, devices=devices[:count])
         least = min(least, share)
     raise ValueError(
-        f"the weights take {whole:,} bytes, and spread over the {len(devices)} local "
-        f"device(s) at least {least:,} on each, which has {room:,} for them: load fewer bits, or "
+        f"the weights take {whole:,} bytes, and at least {least:,} per device when spread over the "
+        f"{len(devices)} local device(s), but each may hold {allowed:,}: load with fewer bits, or "
         "give a mesh of more devices"
     )
 
 
 @dataclass(frozen=True)
 class InferenceLimits:
-    """What ``generate`` may take: a request beyond it is an error before anything is allocated.
+    """Limits for ``generate``. Requests that exceed them raise an error before any allocation.
 
-    ``max_batch_size``: rows; ``max_seq_len``: tokens of prompt and new text, a row;
-    ``cache_memory_ratio``: the part of (device memory - weights - temporaries) that the cache may
-    take; ``device_memory``: bytes, by default what the device says it has. A cache that is given is
-    there already: its bytes are not checked. ``prefetch_steps``: what ``generate_batches`` gets
-    ready ahead: so many batches, and so many layers of the next one's cache.
+    ``max_batch_size``: rows. ``max_seq_len``: tokens per row, prompt and new tokens together.
+    ``cache_memory_ratio``: the fraction of (device memory - weights - temporaries) that the cache
+    may take. A cache passed to ``generate`` is not checked, since its memory is already allocated.
+    ``device_memory``: bytes; by default the device reports it. ``prefetch_steps``: how far
+    ``generate_batches`` works ahead, in batches, and in layers of the next batch's cache.
     """
 
     max_batch_size: int | None = None
@@ -96,20 +99,33 @@ class InferenceLimits:
         object.__setattr__(self, "cache_memory_ratio", ratio)
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 0 < ratio <= 1):
-            raise ValueError(f"cache_memory_ratio={short_repr(ratio)}: it is above 0 and at most 1")
+            raise ValueError(
+                f"cache_memory_ratio must be above 0 and at most 1, got {short_repr(ratio)}"
+            )
         if self.device_memory is not None and ratio is None:
-            raise ValueError("device_memory is what cache_memory_ratio is a part of: give both")
+            raise ValueError("device_memory needs cache_memory_ratio: give both")
 
     def check(
-        self, lm: LoadedModel, choice: PolicyChoice | None, *, batch: int, need: int, capacity: int,
-        prompts: int | None = None, beside: int = 0,
-    ) -> None:  # fmt: skip
-        """Raise ``ValueError`` for a request that is beyond the limits.
+        self,
+        lm: LoadedModel,
+        choice: PolicyChoice | None,
+        *,
+        batch: int,
+        need: int,
+        capacity: int,
+        prompts: int | None = None,
+        other_bytes: int = 0,
+    ) -> None:
+        """Raise ``ValueError`` if a request exceeds the limits.
 
-        ``choice``: the policy of the cache to make, of ``batch`` rows and ``capacity`` tokens a
-        row, None where none is made; ``need``: positions that prompt and new text take, at most;
-        ``prompts``: rows that do not only fill a mesh up, by default all; ``beside``: bytes of the
-        device that another cache takes.
+        Args:
+          lm: the model.
+          choice: the policy of the cache that will be created, or None.
+          batch: rows of the cache.
+          need: most positions that a row's prompt and new tokens take.
+          capacity: tokens per row of the cache.
+          prompts: rows with a prompt; other rows only pad the batch to the mesh. By default all.
+          other_bytes: bytes that another cache takes on the device.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:
@@ -121,15 +137,16 @@ class InferenceLimits:
         allowed = self.allowed(lm, batch=batch, capacity=capacity)
         if allowed is None or choice is None:
             return
-        taken = device_bytes(lm.config, choice, batch, capacity, lm.mesh) + beside
-        if taken > allowed:
+        size = device_bytes(lm.config, choice, batch, capacity, lm.mesh) + other_bytes
+        if size > allowed:
             raise ValueError(
-                f"the cache would take {taken:,} bytes of the device, but cache_memory_ratio="
-                f"{self.cache_memory_ratio} of what weights and temporaries leave is {allowed:,}"
+                f"the cache would take {size:,} bytes of the device, but cache_memory_ratio="
+                f"{self.cache_memory_ratio} of the memory left by weights and temporaries is "
+                f"{allowed:,}"
             )
 
     def allowed(self, lm: LoadedModel, *, batch: int, capacity: int) -> int | None:
-        """Bytes of the device that a cache may take, None where no part of it is given."""
+        """Bytes of the device that a cache may take; None without ``cache_memory_ratio``."""
         if self.cache_memory_ratio is None:
             return None
         left = available_memory(lm, batch=batch, capacity=capacity, memory=self.device_memory)
@@ -139,8 +156,7 @@ class InferenceLimits:
 def available_memory(
     lm: LoadedModel, *, batch: int, capacity: int, memory: int | None = None
 ) -> int:
-    """Bytes of the device, or of each device of a mesh, that a model's weights, and the temporaries
-    of a chunk, leave."""
+    """Bytes of the device, or of each device of a mesh, minus weights and temporaries."""
     memory = device_memory() if memory is None else memory
     spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
     temporaries = estimated_temporaries(lm.config, batch, min(PREFILL_CHUNK, capacity), spread)
@@ -153,10 +169,13 @@ def available_memory(
 
 @dataclass(frozen=True)
 class CacheFit:
-    """How much of a cache fits. ``cache``: bytes of it on a device, and ``host`` on the host;
-    ``allowed``: bytes it may take on the device; ``largest_batch`` at the length asked for, and
-    ``largest_len`` at the batch, both 0 where not even one fits, None where the device sets no end
-    to it."""
+    """How a cache fits into a device's memory.
+
+    ``name``: of the policy. ``cache``: bytes on a device. ``host``: bytes on the host. ``allowed``:
+    bytes that the cache may take on a device. ``largest_batch``: the largest batch at this length.
+    ``largest_len``: the greatest length at this batch. Both are 0 if not even 1 fits, and None if
+    the device's memory sets no limit.
+    """
 
     name: str
     cache: int
@@ -167,16 +186,21 @@ class CacheFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the cache that was asked for does."""
+        """Whether the requested cache fits."""
         return self.cache <= self.allowed
 
 
 DEFAULT_CHOICES: dict[str, dict[str, Any]] = {
-    "static": {}, "8 bits": {"bits": 8}, "4 bits": {"bits": 4}, "2 bits": {"bits": 2},
+    "static": {},
+    "8 bits": {"bits": 8},
+    "4 bits": {"bits": 4},
+    "2 bits": {"bits": 2},
     "on the host": {"name": "offloaded_static"},
-}  # fmt: skip
-"""Settings of ``policy`` that ``what_fits`` compares: on the device the best quality first, and
-what needs least of it last. The first that fits is the one to take; 2 bits lose quality."""
+}
+"""Arguments of ``policy`` that ``what_fits`` compares.
+
+On the device, better quality comes first; the host comes last. Use the first one that fits; 2 bits
+reduce quality."""
 
 
 def what_fits(
@@ -190,33 +214,34 @@ def what_fits(
     choices: Mapping[str, PolicyChoice] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> list[CacheFit]:
-    """Which caches fit into a memory, the best first.
+    """Which caches fit into a device's memory, best first.
 
     Args:
       model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.
-      memory: bytes of a device; by default this one's.
-      fraction: what the cache may take of what weights and temporaries leave.
-      devices: how many share weights and cache evenly, by heads.
+      memory: bytes of a device; by default the default device reports it.
+      fraction: the fraction of the memory left by weights and temporaries that the cache may take.
+      devices: number of devices that share weights and cache evenly, by heads.
       choices: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 
     Raises:
-      ValueError: if the device does not say how much memory it has, or heads can't be shared so.
+      ValueError: if the device does not report its memory, or the devices can't share the heads
+        evenly.
     """
-    batch, max_len = (
-        as_int("batch", batch, 1, INT32_MAX),
-        as_int("max_len", max_len, 1, INT32_MAX),
-    )
+    batch = as_int("batch", batch, 1, INT32_MAX)
+    max_len = as_int("max_len", max_len, 1, INT32_MAX)
     devices = as_int("devices", devices, 1)
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction={fraction}: it is above 0 and at most 1")
+        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
     heads = common_heads(model.config)
     if heads % devices:
         raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")
     memory = device_memory() if memory is None else as_int("memory", memory, 1)
     prefill_chunk = as_int("prefill_chunk", prefill_chunk, 1)
-    named = (
-        {name: policy(**it) for name, it in DEFAULT_CHOICES.items()} if choices is None else choices
-    )
+    policies: Mapping[str, PolicyChoice] = {
+        name: policy(**options) for name, options in DEFAULT_CHOICES.items()
+    }
+    if choices is not None:
+        policies = choices
     weights = weight_bytes(model)
 
     def allowed(rows: int, tokens: int) -> int:
@@ -224,34 +249,37 @@ def what_fits(
         return int(fraction * max(devices * memory - weights - temporaries, 0)) // devices
 
     @functools.cache
-    def taken(name: str, rows: int, tokens: int) -> int:
-        # Rows are alike, but where a memory decides which layers are on the device.
-        if rows > 1 and budget_of(named[name]) is None:
-            return rows * taken(name, 1, tokens)
-        return device_bytes(model.config, named[name], rows, tokens)
+    def size(name: str, rows: int, tokens: int) -> int:
+        # Rows have equal sizes, unless a memory budget decides which layers are on the device.
+        if rows > 1 and budget_of(policies[name]) is None:
+            return rows * size(name, 1, tokens)
+        return device_bytes(model.config, policies[name], rows, tokens)
 
-    def holds(name: str, rows: int, tokens: int) -> bool:
+    def fits(name: str, rows: int, tokens: int) -> bool:
         try:
-            return taken(name, rows, tokens) <= devices * allowed(rows, tokens)
-        except ValueError:  # too much even with all layers on the host
+            return size(name, rows, tokens) <= devices * allowed(rows, tokens)
+        except ValueError:  # too large even with all layers on the host
             return False
 
     limit = position_limit(model.config)
     return [
         CacheFit(
-            name, -(-taken(name, batch, max_len) // devices),
-            cache_nbytes(model.config, named[name], batch=batch, max_len=max_len).get("host", 0),
+            name,
+            -(-size(name, batch, max_len) // devices),
+            cache_nbytes(model.config, choice, batch=batch, max_len=max_len).get("host", 0),
             allowed(batch, max_len),
-            largest_that_fits(lambda n, name=name: holds(name, n, max_len)),
-            largest_that_fits(lambda n, name=name: holds(name, batch, n), limit),
+            largest_that_fits(lambda n, name=name: fits(name, n, max_len)),
+            largest_that_fits(lambda n, name=name: fits(name, batch, n), limit),
         )
-        for name in named
-    ]  # fmt: skip
+        for name, choice in policies.items()
+    ]
 
 
-def largest_that_fits(holds: Callable[[int], bool], limit: int | None = None) -> int | None:
-    """The largest number from 1 up that holds, where all below it do, and at most ``limit``; 0 if
-    1 does not, None if there is no limit and all hold that a cache can have tokens."""
+def largest_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int | None:
+    """The largest number from 1 to ``limit`` that fits, by bisection; 0 if 1 does not fit.
+
+    Returns None if ``limit`` is None and every length that a cache can have fits.
+    """
     end = limit or UNLIMITED - 1
-    found = bisect.bisect(range(1, end + 1), False, key=lambda number: not holds(number))
-    return limit if found == end else found
+    largest = bisect.bisect(range(1, end + 1), False, key=lambda number: not fits(number))
+    return limit if largest == end else largest

@@ -1,1 +1,1 @@
-"""Functions from caches to caches, besides writing tokens."""
+"""Functions from caches to caches, except for writing tokens."""

@@ -85,7 +85,7 @@ def _concatenate_unpaged(caches: Sequence[KVCache]) -> KVCache:
 
 
 def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
-    """Concatenate caches of which at least one has pages."""
+    """Concatenate caches if at least one has pages."""
     first, policies = caches[0], [[layer.policy for layer in cache.layers] for cache in caches]
     sharded = first.spread is not None and first.spread.rows > 1
     if sharded or any(each != policies[0] for each in policies):
@@ -156,7 +156,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
     window that all of them show, it has their layout.
 
     Raises:
-      ValueError: if there is no such policy.
+      ValueError: if no policy does.
     """
     first, layouts = layers[0].policy, [layer.policy.layout for layer in layers]
     try:

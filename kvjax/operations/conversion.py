@@ -37,7 +37,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     Args:
       cache: the cache; it is not changed.
       policy: as for ``init_cache``.
-      max_len: as for ``init_cache``; by default that of the old cache, if the layout has one. A
+      max_len: as for ``init_cache``; by default the old cache's, if the layout has one. A
         growing layout starts with the capacity that the rows need, or, inside ``jit``, with the old
         capacity.
 
@@ -178,7 +178,7 @@ def convert_layer(
 
     Args:
       old: the layer.
-      length: that of the cache.
+      length: ``KVCache.length``.
       written: the layer's column of ``KVCache.written``.
       policy: the new resolved policy.
       tables: page tables of the old and the new layer, None where a layer is not paged.

@@ -172,9 +172,9 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
       tokens: number of tokens for all rows, or int32[batch], one number per row.
 
     Returns:
-      The cache. A row that can't be rewound so far (see ``rewindable``) is not changed and gets the
-      status ``REWOUND_TOO_FAR``. A paged row returns pages to its pool. If its last page is shared,
-      the page is copied; if no page is free, the row is not changed and gets the status
+      The cache. A row that can't be rewound this far (see ``rewindable``) is not changed and gets
+      the status ``REWOUND_TOO_FAR``. A paged row returns pages to its pool. If its last page is
+      shared, the page is copied; if no page is free, the row is not changed and gets the status
       ``OUT_OF_PAGES``.
 
     Raises:

@@ -99,7 +99,7 @@ def save_cache(
     Args:
       path: the folder; it must not exist, be empty, or have been written by this function.
       cache: the cache; it is not changed. A cache on a mesh is moved to the default device first if
-        slots or pools are divided. A stacked cache is saved unstacked: call ``stack`` after loading.
+        slots or pools are divided. A stacked cache is saved unstacked: ``stack`` it after loading.
       model: the cache's model, or a name for its weights, which ``load_cache`` compares.
       tokens: the tokens of each row. The cache may lack the last ones
         (``GenerationResult.unfed``).
