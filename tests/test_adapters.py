@@ -332,7 +332,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         "lm.put",
     ),
     "a plan without heads": (
-        lambda: kvjax.plan(model("plain_scan"), max_len=8), "no num_attention_heads, which a plan"
+        lambda: kvjax.plan(model("plain_scan"), max_len=8), "no num_attention_heads, which plans"
     ),
     "a tree of prefixes": (
         lambda: kvjax.PrefixTree(model("plain_scan"), max_len=64), "config says stacked"

@@ -399,7 +399,7 @@ def test_a_device_that_does_not_say_is_asked_for_bytes(monkeypatch):
 
 
 def test_wrong_lengths_are_refused():
-    with pytest.raises(ValueError, match="length is 9, but max_len only 8"):
+    with pytest.raises(ValueError, match="length must be at most max_len=8, got 9"):
         plan(MODEL, max_len=8, length=9)
     with pytest.raises(ValueError, match="fraction must be above 0"):
         what_fits(MODEL, max_len=8, memory=10, fraction=0)

@@ -241,7 +241,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: written(lm, [[61]]): "token id 61 is out of range",
         lambda: written(lm, temperature=-1): "temperature",
         lambda: models.load().reading("a"): "the model has no encoder",
-        lambda: kvjax.plan(lm, max_len=64): "plans are of models without an encoder",
+        lambda: kvjax.plan(lm, max_len=64): "models with an encoder can't be planned for",
         lambda: kvjax.compile(lm, max_len=64, device=jax.devices()[0]): unread,
         lambda: t5(replace(CONFIG, dtype="float16")): "float16, which can't hold",
     }.items():

@@ -1,4 +1,4 @@
-"""Memory before anything runs: the bytes of a cache, of weights and programs, and what fits."""
+"""Memory use, before anything runs: bytes of caches, weights and programs, and what fits."""
 
 from kvjax.memory.device_plan import DevicePlan, plan_on
 from kvjax.memory.limits import InferenceLimits, what_fits

@@ -1,8 +1,8 @@
-"""Knowing beforehand what fits: bytes, operations and limits from a model's shape alone.
+"""Bytes and operations of a model with a cache, from its shape alone.
 
-No weights are read and nothing is allocated: caches and parameters are traced as shapes. What a
-step needs besides them is taken from the compiler, for the device at hand, or estimated from the
-shapes; figures say which.
+No weights are read and nothing is allocated: caches and parameters are traced as shapes. The
+temporaries of a step are reported by the compiler for the current device, or estimated;
+``Plan.source`` says which.
 """
 
 import functools
@@ -34,22 +34,25 @@ from kvjax.policies.model_config import beyond_context, common_heads, layer_head
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL_CHUNK = 512
-"""Tokens of a prompt that a call takes, where nothing else is said."""
+"""Default number of prompt tokens per call."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model and a cache take.
+    """Memory and operations of a model with a cache.
 
-    Bytes: ``weights``; ``cache``, by place; ``token``, what one more token of a row takes there;
-    ``temporaries``, what a step needs besides, the larger one of a decode step and of a chunk of
-    the prompt, and ``source``, where that is from. For a new token of every row, behind ``length``
-    tokens: ``operations``, multiplications and additions, and ``moved``, bytes that are read (the
-    weights, and the cache as far as it is filled), each with a cache and without one, where the
-    text is computed anew (weights once; what is kept between layers is not counted).
-    ``beyond_context``: tokens of ``max_len`` beyond the length that the model was trained for.
+    In bytes: ``weights``; ``cache``, by place; ``token``, one more token of a row, by place;
+    ``temporaries``, the larger of a decode step and of a prompt chunk; ``source`` says whether they
+    are compiled or estimated.
 
-    All of it is a device's part, where ``devices`` share the work.
+    Per decode step at ``length`` tokens per row: ``operations``, additions and multiplications;
+    ``moved``, the bytes read, which are the weights and the filled part of the cache. The fields
+    ``..._uncached`` are the same without a cache, where every step computes the whole sequence;
+    they count weights once and no activations.
+
+    ``beyond_context``: the tokens of ``max_len`` beyond the model's training length.
+
+    If ``devices`` share the work, all numbers are per device.
     """
 
     batch: int
@@ -84,57 +87,56 @@ def plan(
     compiled: bool = True,
     mesh: Mesh | AbstractMesh | None = None,
 ) -> Plan:
-    """What a model with a cache takes, before anything is allocated.
+    """Compute the memory and operations of a model with a cache, without allocating anything.
 
     Args:
       model: a loaded model, its ``Architecture``, or a ``ModelShape``.
-      choice, batch, max_len: the cache's policy, rows and tokens a row, as in ``init_cache``.
-      length: tokens that a row holds when the token comes that operations and bytes are counted
-        for; by default ``max_len``.
-      prefill_chunk: tokens of a prompt that a call takes.
-      compiled: take temporaries from the compiler, for this device; False estimates them, as is
-        always done for a ``ModelShape``, for caches on the host and for a mesh.
-      mesh: devices that share the work; ``jax.sharding.AbstractMesh`` plans for devices that are
-        not here.
+      choice, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
+      length: tokens per row at the decode step that is counted; by default ``max_len``.
+      prefill_chunk: prompt tokens per call.
+      compiled: compile for the current device to find the size of temporaries. With False, for a
+        ``ModelShape``, for caches on the host and for a mesh they are estimated.
+      mesh: the mesh that shares the work; an ``AbstractMesh`` works without its devices.
 
     Raises:
-      ValueError: as of ``init_cache``; if ``length`` is more than ``max_len``, or the model's
-        config has no ``num_attention_heads`` or ``hidden_size``.
+      ValueError: as ``init_cache``; if ``length`` is more than ``max_len``; if the model's config
+        has no ``num_attention_heads`` or ``hidden_size``.
     """
     max_len = as_int("max_len", max_len, 1, INT32_MAX)
     length = as_int("length", max_len if length is None else length, 1)
     chunk = min(as_int("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
-        raise ValueError(f"length is {length}, but max_len only {max_len}")
+        raise ValueError(f"length must be at most max_len={max_len}, got {length}")
     model = as_plannable(model)
     for name in ("num_attention_heads", "hidden_size"):
         if not hasattr(model.config, name):
-            raise ValueError(f"the model's config has no {name}, which a plan goes by")
+            raise ValueError(f"the model's config has no {name}, which plans need")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
     spread = None if mesh is None else shard_over(mesh, common_heads(model.config))
     if spread is not None:
         spread.check_rows(batch)
     temporaries = estimated_temporaries(model.config, batch, chunk, spread)
     temporaries, source = temporaries + prefetch_bytes(cache, spread), "estimated"
-    # JAX compiles for arrays on the host only where it has them, and none are made here.
+    # JAX compiles programs with arrays in host memory only for real arrays.
     on_device = not any(layer.policy.placement.needs_tail for layer in cache.layers)
     if spread is None and compiled and on_device and model.apply is not None:
-        fed = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
-        leaves, structure = jax.tree.flatten(fed)
-        found: list[Any] = [_compiled(model, structure, tuple(leaves), new) for new in {1, chunk}]
-        if None not in found:
-            temporaries = max(found)
+        stacked = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
+        leaves, structure = jax.tree.flatten(stacked)
+        sizes = [_compiled_temporaries(model, structure, tuple(leaves), n) for n in {1, chunk}]
+        known = [size for size in sizes if size is not None]
+        if len(known) == len(sizes):
+            temporaries = max(known)
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
-    share = weights / weight_bytes(model)  # of a device, where a mesh divides them
-    pairs = zip(cache.layers, shards_of(cache, spread), strict=True)
-    held = [visible_tokens(layer, length, own) for layer, own in pairs]
+    share = weights / weight_bytes(model)  # the fraction of the weights on a device
+    shards = zip(cache.layers, shards_of(cache, spread), strict=True)
+    visible = [visible_tokens(layer, length, shard) for layer, shard in shards]
     matrices = 2 * share * matmul_parameters(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
     scores = 4 * model.config.num_attention_heads
-    # A layer that reads another's has queries of its own.
-    read = cache.sources if cache.sources is not None else range(len(cache.layers))
-    tokens = [held[source][0] for source in read]
+    # A layer that reads another layer's keys still has its own queries.
+    sources = cache.sources if cache.sources is not None else range(len(cache.layers))
+    tokens = [visible[entry][0] for entry in sources]
     attended = sum(map(operator.mul, head_dims, tokens))
     uncached = sum(
         head_dim * (n * (n + 1) / 2 + (length - n) * n)
@@ -148,22 +150,31 @@ def plan(
         shares = parts * (spread.copies if spread.divides(model.config.num_attention_heads) else 1)
         token = {place: size / parts for place, size in token.items()}
     return Plan(
-        cache.batch, max_len, length, devices, weights, nbytes(cache, spread), token,
-        temporaries, source,
+        cache.batch,
+        max_len,
+        length,
+        devices,
+        weights,
+        nbytes(cache, spread),
+        token,
+        temporaries,
+        source,
         operations=rows * (matrices + scores * attended / shares),
         operations_uncached=rows * (matrices * length + scores * uncached / shares),
-        moved=share * weight_bytes_read(params, rows) + rows * sum(n for _, n in held),
+        moved=share * weight_bytes_read(params, rows) + rows * sum(size for _, size in visible),
         moved_uncached=share * weight_bytes_read(params, rows * length),
         beyond_context=beyond_context(model.config, min(max_len, cache.reach)),
-    )  # fmt: skip
+    )
 
 
 def estimated_temporaries(
     config: Any, batch: int, new: int, spread: MeshSharding | None = None
 ) -> int:
-    """Bytes that a call of ``new`` tokens needs besides weights and cache, from shapes alone: what
-    the widest part of a layer keeps, a block of attention, and the logits of the last token; with
-    ``spread`` those of one device."""
+    """Estimate the bytes of temporaries of a call with ``new`` tokens; with ``spread``, per device.
+
+    They are the activations of the widest part of a layer, one block of attention, and the logits
+    of the last token.
+    """
     size = jnp.dtype(model_dtype(config)).itemsize
     heads, kv_heads = config.num_attention_heads, max(own for own, _ in layer_heads(config))
     head_dim = max(own for _, own in layer_heads(config))
@@ -183,9 +194,13 @@ def estimated_temporaries(
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(model: Any, structure: Any, leaves: tuple[Any, ...], new: int) -> int | None:
-    """Temporary bytes of a call of ``new`` tokens, of the program that is compiled for it here;
-    None where the compiler does not say. The cache comes in parts that have a hash."""
+def _compiled_temporaries(
+    model: Any, structure: Any, leaves: tuple[Any, ...], new: int
+) -> int | None:
+    """Bytes of temporaries of a compiled call with ``new`` tokens; None if JAX doesn't report them.
+
+    The cache is passed as structure and leaves, which are hashable.
+    """
     cache: KVCache = jax.tree.unflatten(structure, leaves)
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
 
@@ -195,5 +210,5 @@ def _compiled(model: Any, structure: Any, leaves: tuple[Any, ...], new: int) -> 
 
     params = model.abstract_params()
     program = jax.jit(step, donate_argnums=2).lower(params, tokens, cache).compile()
-    found = program.memory_analysis()
-    return None if found is None else int(found.temp_size_in_bytes)
+    analysis = program.memory_analysis()
+    return None if analysis is None else int(analysis.temp_size_in_bytes)

@@ -22,7 +22,7 @@ from kvjax.policies.model_config import CacheShape, model_dtype, position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
 
 _LONG = 2**24
-"""Tokens of a text that is longer than every window."""
+"""A length beyond every window."""
 
 
 def abstract_cache(
@@ -35,29 +35,39 @@ def abstract_cache(
     stacked: bool | None = False,
     rotary_len: int | None = None,
 ) -> KVCache:
-    """``init_cache`` as shapes, as large as it may become: what grows has grown. Figures go by
-    layers, so they are one by one but where programs are compiled for it."""
+    """``init_cache`` as shapes, with growing layers at full size.
+
+    By default layers are not stacked, since sizes are computed per layer.
+    """
     policies = per_layer(CachePolicy() if choice is None else choice, config)
     grown = [replace(each, layout=each.layout.starting_at(max_len)) for each in policies]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(
-        init_cache, config, policies, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked,
+        init_cache,
+        config,
+        policies,
+        batch=batch,
+        max_len=max_len,
+        mesh=mesh,
+        stacked=stacked,
         rotary_len=rotary_len,
-    )  # fmt: skip
+    )
     return jax.eval_shape(make)
 
 
 def cache_nbytes(
     config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
-    """Bytes of a cache, by place, without allocating it: all of them, where it grows."""
+    """Bytes of a cache by place, without allocating it; growing layers count at full size."""
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
 def prefetch_bytes(cache: KVCache, spread: MeshSharding | None) -> int:
-    """Bytes of the device, or of each device of a mesh, that layers on the host take when they are
-    fetched ahead, at most; those of stacks are not."""
+    """Most bytes that prefetched host layers take on the device, or on each device of a mesh.
+
+    Layers of stacks are not prefetched.
+    """
     return ahead_bytes(
         [
             (tree_bytes((layer.keys, layer.values)), layer.policy.placement)
@@ -68,42 +78,44 @@ def prefetch_bytes(cache: KVCache, spread: MeshSharding | None) -> int:
 
 
 def bytes_per_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
-    """Bytes that a token more takes in a cache of a policy, by place: tails, and what else does not
-    grow with the text, do not count."""
+    """Bytes that one more token takes in a cache, by place.
+
+    Tails and layers with a window do not grow with the sequence, so they do not count.
+    """
     limit = position_limit(config)
     totals: dict[str, float] = {}
     for layer in abstract_cache(config, choice, max_len=limit or _LONG).layers:
         place = layer.policy.placement.place
         grows = layer.policy.layout.limit is not None
-        token = token_bytes(layer, (layer.keys, layer.values)) if grows else 0
-        totals[place] = totals.get(place, 0) + token
+        size = token_bytes(layer, (layer.keys, layer.values)) if grows else 0
+        totals[place] = totals.get(place, 0) + size
     return totals
 
 
 def memory_report(cache: KVCache) -> list[dict[str, Any]]:
-    """What is where, a row a layer: its layout, its codecs, its place, the kind of memory that the
-    arrays are in, bytes of body and tail, and how many tokens fit.
+    """One dict per layer: layout, codecs, placement, JAX's memory kind, bytes of body and tail, and
+    capacity in tokens.
 
     Raises:
-      ValueError: if it is no cache.
+      ValueError: if ``cache`` is not a cache.
     """
     check_cache("kvjax.memory.memory_report", cache)
     rows = []
     for number, layer in enumerate(cache.layers):
         leaves = jax.tree.leaves((layer.keys, layer.values))
         arrays = [x for x in leaves if getattr(x, "sharding", None) is not None]
-        held = layer.policy
+        policy = layer.policy
         rows.append(
             {
                 "layer": number,
-                "layout": repr(held.layout),
-                "keys": repr(held.keys),
-                "values": repr(held.values),
-                "place": held.placement.place,
+                "layout": repr(policy.layout),
+                "keys": repr(policy.keys),
+                "values": repr(policy.values),
+                "place": policy.placement.place,
                 "memory": "/".join(sorted({str(x.sharding.memory_kind) for x in arrays})),
                 "body": tree_bytes((layer.keys, layer.values)),
                 "tail": tree_bytes((layer.tail, layer.strip)),
-                "tokens": held.layout.slots,
+                "tokens": policy.layout.slots,
             }
         )
     return rows
@@ -112,8 +124,7 @@ def memory_report(cache: KVCache) -> list[dict[str, Any]]:
 def device_bytes(
     config: Any, choice: PolicyChoice | None, batch: int, max_len: int, mesh: Mesh | None = None
 ) -> int:
-    """Bytes of the device, or of each device of a mesh, that a cache takes, layers that are fetched
-    ahead among them."""
+    """Bytes of a cache with prefetched layers, on the device or on each device of a mesh."""
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
     return nbytes(cache, cache.spread).get("device", 0) + prefetch_bytes(cache, cache.spread)
 
@@ -121,8 +132,10 @@ def device_bytes(
 def cache_bytes_read(
     config: CacheShape, choice: PolicyChoice | None, *, batch: int, max_len: int, length: int
 ) -> int:
-    """Bytes of a cache that the query behind ``length`` tokens, itself among them, sees in every
-    row, as its codecs store them."""
+    """Bytes of a cache that a decode step reads, as stored, when every row holds ``length`` tokens.
+
+    ``length`` includes the token of the step.
+    """
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len)
     return round(batch * sum(visible_tokens(layer, length)[1] for layer in cache.layers))
 
@@ -130,8 +143,10 @@ def cache_bytes_read(
 def visible_tokens(
     layer: LayerCache, length: int, own: LayerCache | None = None
 ) -> tuple[int, float]:
-    """Tokens that the query behind ``length`` of them sees, and their bytes, of one row; with
-    ``own`` those of them that a device of a mesh has (``shard_of``)."""
+    """Number of tokens that a row's query at position ``length - 1`` sees, and their bytes.
+
+    ``own``: the layer's shard on one device of a mesh (``shards_of``); then only its bytes count.
+    """
     own = layer if own is None else own
     layout, stored = layer.policy.layout, token_bytes(layer, (own.keys, own.values))
     window = min((w for w in (layout.window, layer.window) if w is not None), default=length)
@@ -145,7 +160,7 @@ def visible_tokens(
 
 
 def token_bytes(layer: LayerCache, arrays: Any) -> float:
-    """Bytes of a token of a row, or a page, in these arrays of a layer's body."""
+    """Bytes per token of a row, or of a page, in some arrays of a layer's body."""
     rows, page_group = jax.tree.leaves(arrays)[0].shape[0], layer.policy.page_group
     units = layer.policy.stored_layout.slots if page_group is None else page_group.layout.page_size
     return tree_bytes(arrays) / (units * layer.policy.unit) / rows
@@ -157,9 +172,10 @@ _HEADS = {"lm_head", "embed_out"}
 
 
 class Plannable(Protocol):
-    """What can be planned for: an ``Architecture``, or a ``kvjax.memory.shapes.ModelShape``.
+    """A model to plan for: an ``Architecture``, or a ``kvjax.memory.shapes.ModelShape``.
 
-    ``apply`` is None, and ``param_shardings`` raises ``ValueError``, where kvjax does not run it.
+    For models that kvjax can't run, ``apply`` is None and ``param_shardings`` raises
+    ``ValueError``.
     """
 
     @property
@@ -171,27 +187,27 @@ class Plannable(Protocol):
 
 
 def as_plannable(model: Any) -> Plannable:
-    """What can be planned for, of that or of a loaded model.
+    """The architecture of a loaded model; an architecture or a ``ModelShape`` is returned as it is.
 
     Raises:
-      ValueError: if it is neither.
+      ValueError: if ``model`` is none of these, or has an encoder.
     """
-    found: Any = getattr(model, "architecture", model)
+    architecture: Any = getattr(model, "architecture", model)
     for part in ("config", "apply", "abstract_params"):
-        if not hasattr(found, part):
+        if not hasattr(architecture, part):
             raise ValueError(
-                f"a model is needed, loaded, its architecture or a ModelShape, not a "
-                f"{type(found).__name__}: it has no {part}"
+                "model must be a loaded model, its architecture or a ModelShape, got a "
+                f"{type(architecture).__name__}, which has no {part}"
             )
-    if has_encoder(found):
+    if has_encoder(architecture):
         raise ValueError(
-            "plans are of models without an encoder: what one reads has a length of its own"
+            "models with an encoder can't be planned for: the encoder's input has its own length"
         )
-    return found  # type: ignore[no-any-return]
+    return architecture  # type: ignore[no-any-return]
 
 
 def has_encoder(model: Any) -> bool:
-    """Whether a model, loaded or its architecture alone, has an encoder."""
+    """Whether a loaded model or an architecture has an encoder."""
     return bool(getattr(getattr(model, "architecture", model), "encodes", False))
 
 
@@ -207,23 +223,25 @@ class LoadedModel(Protocol):
 
 
 def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes of a model's parameters, as its config says that they are stored; on a device of a
-    mesh, those that it has.
+    """Bytes of a model's parameters, in the dtype of its config; on a mesh, bytes per device.
 
     Raises:
-      ValueError: if kvjax does not run the model, and so divides it among no devices.
+      ValueError: if a mesh is given for a model that kvjax can't run.
     """
     dtype = jnp.dtype(model_dtype(model.config))
     shapes = [leaf.shape for leaf in jax.tree.leaves(model.abstract_params())]
     if mesh is not None:
         shardings = jax.tree.leaves(model.param_shardings(mesh))
-        shapes = [each.shard_shape(shape) for each, shape in zip(shardings, shapes, strict=True)]
+        shapes = [x.shard_shape(shape) for x, shape in zip(shardings, shapes, strict=True)]
     return sum(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
 def weight_bytes_read(params: Any, batch: int) -> int:
-    """Bytes of a model's parameters that a step reads: every one once, but of positions, and of an
-    embedding that is not the head as well, only as many rows as there are texts."""
+    """Bytes of parameters that a decode step of ``batch`` rows reads.
+
+    All parameters count once. Position embeddings and untied token embeddings count only ``batch``
+    rows.
+    """
     total = 0
     for leaf, looked_up in _tables(params):
         size = leaf.size * leaf.dtype.itemsize
@@ -232,12 +250,12 @@ def weight_bytes_read(params: Any, batch: int) -> int:
 
 
 def matmul_parameters(params: Any) -> int:
-    """Parameters that a token is multiplied by: matrices, but not tables that are looked up in."""
+    """Number of parameters in matrix products: all matrices except lookup tables."""
     return sum(x.size for x, looked_up in _tables(params) if x.ndim > 1 and not looked_up)
 
 
 def _tables(params: Any) -> list[tuple[Any, bool]]:
-    """All arrays, and whether a token looks up a row of it."""
+    """All arrays, and whether each is only a lookup table."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         leaves.append(({str(getattr(key, "key", key)) for key in path}, leaf))
