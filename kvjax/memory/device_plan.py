@@ -146,7 +146,8 @@ def plan_on(
                     for x, y in zip(_step_traffic(longer, devices), base, strict=True)
                 ]
                 moved, *exchanged = map(sum, zip((moved, *exchanged), added, strict=True))
-                size = longer.memory_analysis().generated_code_size_in_bytes  # type: ignore[union-attr]
+                analysis: Any = longer.memory_analysis()
+                size = analysis.generated_code_size_in_bytes
                 code += 2 * others * max(size - memory[0].generated_code_size_in_bytes, 0)
     spec, spread, params = spec_of(device), cache.spread, model.abstract_params()
     rows = batch
