@@ -247,7 +247,7 @@ def _noted(pending: PendingAppend, entry: int, index: Array | None) -> PendingAp
     # A number that no layer has is missed at the end.
     turns = list(pending.append_counts)
     turns[entry] = turns[entry].at[index].add(1, mode="drop")
-    return replace(pending, turns=tuple(turns))
+    return replace(pending, append_counts=tuple(turns))
 
 
 @automatic_axes
