@@ -384,7 +384,7 @@ def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
     policy = kvjax.policy(key_bits=8, value_bits=4, group=16)
     expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, cache=policy)
     assert code == 0 and json.loads(out)["tokens"] == expected.tokens[0]
-    assert_refused(run(*arguments, "--kv-bits", 5), "5 bits for keys: there are 1, 2, 3, 4, 8")
+    assert_refused(run(*arguments, "--kv-bits", 5), "5 bits for keys: choose from 1, 2, 3, 4, 8")
     assert_refused(run(*arguments, "--kv-bits", 4, "--group-size", 48), "does not divide")
     code, out, _ = run("info", "--model", tiny_llama_dir, "--kv-bits", 8, "--json")
     assert json.loads(out)["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * (16 + 2)}

@@ -238,7 +238,7 @@ def test_kernel_and_groups_in_16_bits(heads):
             "pallas", {"keys": CODECS["centered"]}, {}, "'pallas' can't decode", marks=by_triton
         ),
         ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' reads nothing on the host"),
-        ("fast", {}, {}, "unknown attention path 'fast': there are blocks, reference, buckets"),
+        ("fast", {}, {}, "unknown attention path 'fast': choose from blocks, reference, buckets"),
     ],
 )
 def test_refused(path, policy, settings, reason):

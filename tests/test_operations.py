@@ -213,7 +213,7 @@ def test_sinks_that_a_ring_does_not_keep_are_refused():
     queries = np.zeros((1, 4, 1, 8), np.float32)
     cache = kvjax.append(cache, 0, queries[:, :2], queries[:, :2])
     kvjax.attend(queries, cache, 0, sinks=1)
-    with pytest.raises(ValueError, match="sinks=2, but the layer's ring keeps 1 for ever"):
+    with pytest.raises(ValueError, match="sinks=2, but the layer's ring keeps only 1"):
         kvjax.attend(queries, cache, 0, sinks=2)
 
 

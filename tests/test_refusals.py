@@ -171,13 +171,14 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "kvjax.advance(cache, 1) ends it, before the next one",
         "append more to the next layer": "ValueError: 3 token(s), and the call began with 1: all "
         "layers of a call are given the same tokens",
-        "attend before append": "ValueError: layer 0 has no tokens of a call: kvjax.append comes "
-        "before attend, and advance behind it; causal=False looks at what was counted before",
-        "attend to the next layer": "ValueError: layer 1 has no tokens of a call: kvjax.append "
-        "comes before attend, and advance behind it; causal=False looks at what was counted before",
+        "attend before append": "ValueError: layer 0 has no new tokens: call kvjax.append before "
+        "attend, and advance after it, or pass causal=False to attend to the tokens counted so far",
+        "attend to the next layer": "ValueError: layer 1 has no new tokens: call kvjax.append "
+        "before attend, and advance after it, or pass causal=False to attend to the tokens counted "
+        "so far",
         "attend with more": "ValueError: queries of 2 token(s), but 1 were appended",
-        "look back in a call": "ValueError: causal=False looks at what the rows hold: "
-        "kvjax.advance(cache, 1) first, so that they hold what was appended",
+        "look back in a call": "ValueError: causal=False attends to the tokens counted so far: "
+        "call kvjax.advance(cache, 1) first",
         "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
         "do not count yet: kvjax.advance(cache, 1) first, when all layers have them",
         "other lengths": "ValueError: lengths of row 1 are not those that the first append of its "

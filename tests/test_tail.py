@@ -229,7 +229,7 @@ def test_policies_by_name_and_by_layer():
     config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
     assert [p.keys.bits for p in edges.per_layer(config)] == [4, 2, 2, 4, 4]
     for arguments, message in (
-        ({"bits": 5}, "5 bits for keys: there are 1, 2, 3, 4, 8, and 16"),
+        ({"bits": 5}, "5 bits for keys: choose from 1, 2, 3, 4, 8 and 16"),
         ({"group": 32}, "group=32 applies to quantized caches only: give bits="),
         ({"name": "quantized", "window": 3}, "'quantized' has no setting 'window'"),
         ({"name": "static", "page_size": 16}, "'static' has no setting 'page_size'"),

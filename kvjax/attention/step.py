@@ -1,4 +1,4 @@
-"""A call, from its tokens to the cache that has them: what layers have in common is said once."""
+"""A step: one call of a model, in which every layer appends keys and values and attends."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,10 +19,10 @@ from kvjax.core.validation import as_int
 
 @pytree_dataclass
 class Step:
-    """A call that has begun, as ``step`` gives it.
+    """One call of a model in progress. Create it with ``step``.
 
-    ``cache``: with what the layers so far have appended; None where there is none. ``new``: tokens
-    a row.
+    ``cache``: the cache with the tokens that layers have appended so far; None without a cache.
+    ``new``: tokens per row.
     """
 
     cache: KVCache | None
@@ -30,7 +30,7 @@ class Step:
 
     @property
     def positions(self) -> Positions:
-        """Where the call's tokens stand: int32[batch, new], [1, new] without a cache."""
+        """The positions of the new tokens: int32[batch, new], or [1, new] without a cache."""
         if self.cache is None:
             return jnp.arange(self.new, dtype=jnp.int32)[None]
         return positions_from(self.cache.length, self.new)
@@ -46,33 +46,33 @@ class Step:
         rotary: RotaryTable | None = None,
         **sight: Any,
     ) -> tuple[AttentionOutput, "Step"]:
-        """A layer's attention: its keys and values are appended, and its queries attend.
+        """Append a layer's keys and values, and attend with its queries.
 
         Args:
-          layer: which layer.
+          layer: the layer.
           queries: [batch, heads, new, head_dim], unrotated.
-          keys, values: [batch, kv_heads, new, head_dim], keys unrotated; None for a layer that
-            reads those of an earlier one (``layer_sources``).
-          rotary: the layer's table, to rotate queries and keys by. None where they are rotated
-            already, or have no rotary positions: ``Unrotated`` has nothing to undo then, and what
-            is as far as sinks stays there, however long the text is.
-          sight: ``scale``, ``window``, ``sinks``, ``chunk``, ``soft_cap`` and ``bias``, as
-            ``kvjax.attend`` takes them.
+          keys, values: [batch, kv_heads, new, head_dim], keys unrotated. None for a layer that
+            reuses those of an earlier layer (``layer_sources``).
+          rotary: the layer's table, by which queries and keys are rotated. None if they are already
+            rotated, or have no rotary positions. The codec ``Unrotated`` then stores rotated keys,
+            and the distance to attention sinks is not capped.
+          sight: ``scale``, ``window``, ``sinks``, ``chunk``, ``soft_cap`` and ``bias``, see
+            ``kvjax.attend``.
 
         Returns:
-          [batch, heads, new, head_dim] in the queries' dtype, and the call with the layer's tokens.
+          [batch, heads, new, head_dim] in the queries' dtype, and the step with the layer's tokens.
 
         Raises:
           ValueError: as ``kvjax.append`` and ``kvjax.attend``.
         """
         cache = self.cache
         if (keys is None) != (values is None):
-            raise ValueError("keys and values are given together, or neither")
+            raise ValueError("pass both keys and values, or neither")
         if cache is None:
             if keys is None or values is None:
                 raise ValueError(
-                    f"layer {layer} is given no keys and values: without a cache there are none of "
-                    "an earlier layer, so give those again"
+                    f"layer {layer} has no keys and values: without a cache, pass those of the "
+                    "earlier layer again"
                 )
             self._check_new(queries)
             return self_attend(queries, keys, values, rotary=rotary, **sight), self
@@ -83,10 +83,13 @@ class Step:
 
     @automatic_axes
     def done(self) -> KVCache | None:
-        """The cache, with the call's tokens counted; None where there is none.
+        """End the step.
+
+        Returns:
+          The cache with the new tokens counted; None without a cache.
 
         Raises:
-          ValueError: if a layer has not been given its keys and values.
+          ValueError: if a layer has not appended its keys and values.
         """
         return None if self.cache is None else advance(self.cache, self.new)
 
@@ -98,8 +101,8 @@ class Step:
 
 
 def _between_layers(cache: KVCache) -> KVCache:
-    """A cache as a scan over the layers of its stacks carries it: without what queries of the last
-    one were shown of a long call."""
+    """The cache as a scan over stacked layers carries it: without the raw tokens of a long call
+    that only the last layer's queries may see."""
     if cache.stacks is None:
         return cache
     layers = tuple(replace(layer, strip=None, strip_of=None) for layer in cache.layers)
@@ -108,33 +111,35 @@ def _between_layers(cache: KVCache) -> KVCache:
 
 @automatic_axes
 def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -> Step:
-    """Begin a call: the one object that its layers are handed::
+    """Begin one call of a model, and pass the result from layer to layer::
 
         call = kvjax.step(cache, tokens, lengths=lengths)
-        mixed, call = call.attend(layer, queries, keys, values, rotary=table)
+        output, call = call.attend(layer, queries, keys, values, rotary=table)
         ...                                                    # the other layers
         cache = call.done()
 
     Args:
-      cache: the cache; donate it to write in place. None for the same without one: every token
-        sees those before it in the call.
-      tokens: [batch, new, ...], of which the shape is read, or ``new``.
-      lengths: int32[batch], how many of ``new`` are real tokens, by default all. Without a cache
-        what stands behind them is seen by no token before, and they are not looked at.
+      cache: the cache; donate it to write in place. None to attend without a cache, where every
+        token sees the tokens before it in the call.
+      tokens: an array [batch, new, ...], whose shape is used, or the number ``new``.
+      lengths: int32[batch], real tokens per row, by default ``new``. Not used without a cache,
+        because no token sees the padding after it.
 
     Raises:
-      ValueError: if the cache is none or has a call that was not ended, ``tokens`` are of another
-        batch, or ``lengths`` is wrong, as of ``kvjax.append``.
+      ValueError: if ``cache`` is not a cache or has an unfinished step, if ``tokens`` has another
+        batch size, or if ``lengths`` is wrong, see ``kvjax.append``.
     """
     shape = jnp.shape(tokens)
     if len(shape) == 1:
-        raise ValueError(f"tokens must be [batch, new], or a number of them, got {list(shape)}")
+        raise ValueError(
+            f"tokens must have the shape [batch, new, ...], or be a number, got {list(shape)}"
+        )
     new = as_int("tokens", tokens, 1) if not shape else as_int("new", shape[1], 1)
     if cache is None:
         return Step(None, new)
     cache = validated("kvjax.step", cache)
     if shape and shape[0] != cache.batch:
-        raise ValueError(f"tokens of {shape[0]} row(s), and the cache has {cache.batch}")
+        raise ValueError(f"tokens have {shape[0]} row(s), but the cache has {cache.batch}")
     if cache.spread is not None:
         cache.spread.check_context()
     return Step(begin_append(cache, new, lengths), new)

@@ -77,5 +77,5 @@ class Centered(CodecWrapper):
     @property
     def _means(self) -> Raw:
         if self.means is None:
-            raise ValueError(f"{self} has no dtype for its means yet: resolve gives it one")
+            raise ValueError(f"{self} has no dtype for its means yet: call resolve first")
         return self.means

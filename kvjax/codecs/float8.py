@@ -45,7 +45,7 @@ class Float8(ScaledCodec):
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}: there are {', '.join(KINDS)}")
+            raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Scaled:

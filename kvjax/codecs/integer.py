@@ -64,12 +64,14 @@ class Integer(ScaledCodec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", as_python(self.bits))
         if self.bits not in BITS:
-            raise ValueError(f"bits={self.bits!r}: there are codes of {', '.join(map(str, BITS))}")
+            raise ValueError(f"bits={self.bits!r}: choose from {', '.join(map(str, BITS))}")
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Packed:
         if shape[-2] % MULTIPLE:
-            raise ValueError(f"a block of {shape[-2]} tokens: packed codes need a multiple of 8")
+            raise ValueError(
+                f"a block of {shape[-2]} tokens must be a multiple of 8, for packed codes"
+            )
         packed = (*shape[:-2], shape[-2] * self.bits // 8, shape[-1])
         scale = self.scale_codec.empty(self.groups.scale_shape(shape))
         zero = self.scale_codec.empty(self.groups.scale_shape(shape)) if self.zero_point else None

@@ -1,4 +1,4 @@
-"""Quantization as plain functions, for a cache of one's own."""
+"""Quantization of arrays outside of a cache, and the codecs of presets."""
 
 from typing import Any
 
@@ -16,10 +16,10 @@ from kvjax.core.validation import as_int
 
 @pytree_dataclass
 class Quantized:
-    """Numbers [batch, kv_heads, tokens, head_dim] as ``codec`` stores them, in blocks.
+    """Quantized keys or values [batch, kv_heads, tokens, head_dim].
 
-    ``store``: a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``tokens``: how
-    many there are; the last block is filled up with its own tokens again.
+    ``store``: a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``codec``: how
+    the store is decoded. ``tokens``: the number of tokens, without the padding of the last block.
     """
 
     store: Store
@@ -28,7 +28,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the store, with the tokens that fill up the last block."""
+        """Bytes of the store, including the padding of the last block."""
         return tree_bytes(self.store)
 
 
@@ -40,72 +40,79 @@ def quantize_kv(
     *,
     block: int | None = 64,
 ) -> tuple[Quantized, Quantized]:
-    """Encode keys and values that stand outside of a cache.
+    """Quantize keys and values outside of a cache.
 
     ``quantize_kv(k, v, Int8(per="tensor"), block=None)`` is absmax int8 with one scale per row.
 
     Args:
       keys, values: [batch, kv_heads, tokens, head_dim].
-      codec: of the keys, and of the values too unless ``value_codec`` is given.
-      value_codec: of the values.
-      block: tokens that are encoded together, a multiple of 8; None is all of them.
+      codec: the codec of the keys, and of the values unless ``value_codec`` is given.
+      value_codec: the codec of the values.
+      block: tokens per block, a multiple of 8; None is one block of all tokens.
 
     Returns:
-      Both, to be given to ``dequantize_kv``.
+      The quantized keys and values, for ``dequantize_kv``.
 
     Raises:
-      ValueError: if shapes, a group or the block do not fit.
+      ValueError: if ``block`` is not a multiple of 8, or the codec can't store the shapes.
     """
     second = codec if value_codec is None else value_codec
-    return _quantized(keys, codec, block), _quantized(values, second, block)
+    return _quantize(keys, codec, block), _quantize(values, second, block)
 
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
-    """What ``quantize_kv`` encoded, as numbers again: [batch, kv_heads, tokens, head_dim]."""
+    """Undo ``quantize_kv``: keys and values [batch, kv_heads, tokens, head_dim] in the dtype of the
+    codec."""
     first, second = (
         merge_blocks(x.codec.decode(x.store))[:, :, : x.tokens] for x in (keys, values)
     )
     return first, second
 
 
-def _quantized(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized:
+def _quantize(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized:
     if jnp.ndim(numbers) != 4 or 0 in jnp.shape(numbers):
-        found = list(jnp.shape(numbers))
-        raise ValueError(f"keys and values are [batch, kv_heads, tokens, head_dim], got {found}")
+        shape = list(jnp.shape(numbers))
+        raise ValueError(f"keys and values are [batch, kv_heads, tokens, head_dim], got {shape}")
     x = jnp.asarray(numbers)
     tokens = x.shape[2]
     size = tokens if block is None else as_int("block", block, 1)
     if block is not None and block % MULTIPLE:
-        raise ValueError(f"block={block}: packed codes need a multiple of {MULTIPLE}")
+        raise ValueError(f"block={block} must be a multiple of {MULTIPLE}, for packed codes")
     size = -(-size // MULTIPLE) * MULTIPLE
-    # A last block that is not full is filled with its own tokens, again and again: that changes
-    # neither the least nor the largest of a group, and hardly its mean.
+    # The last block is padded by repeating its own tokens. That does not change the minimum and the
+    # maximum of a group, and hardly its mean.
     at = np.arange(-(-tokens // size) * size)
     last = (tokens - 1) // size * size
     x = x[:, :, np.where(at < tokens, at, last + (at - last) % (tokens - last))]
     codec = codec.resolve(x.dtype.name, default_device().platform)
     blocks = x.reshape(*x.shape[:2], -1, size, x.shape[3])
-    codec.empty(blocks.shape)  # it raises where they do not fit
+    codec.empty(blocks.shape)  # raises if the codec can't store this shape
     return Quantized(codec.encode(blocks), codec, tokens)
 
 
 def quantized_codec(
     bits: int | None, kind: str, *, group: int | None = None, dtype: str | None = None
 ) -> Codec:
-    """The codec of presets: of the plain ones, among the best that were measured at so many bits
-    (docs/quantization.md, How good).
+    """The codec that ``policy`` uses for a number of bits: one of the best simple codecs in our
+    measurements (docs/quantization.md).
+
+    With 8 bits, symmetric quantization per token. With fewer, asymmetric quantization of keys per
+    channel and of values per token, as in KIVI (Liu et al., arXiv:2402.02750).
 
     Args:
-      bits: 1, 2, 3, 4 or 8; None and 16 are not quantized.
+      bits: 1, 2, 3, 4 or 8; None and 16 do not quantize.
       kind: ``"keys"`` or ``"values"``.
-      group: numbers that share a scale.
-      dtype: what the codec decodes to; by default what the model computes in.
+      group: numbers per scale.
+      dtype: the dtype to decode to; by default the model's.
+
+    Raises:
+      ValueError: if there is no codec of that many bits.
     """
     if bits in (None, 16):
         return Raw(dtype)
     if bits not in BITS:
-        known = ", ".join(map(str, BITS))
-        raise ValueError(f"{bits!r} bits for {kind}: there are {known}, and 16")
+        choices = ", ".join(map(str, BITS))
+        raise ValueError(f"{bits!r} bits for {kind}: choose from {choices} and 16")
     if bits == 8:
         return Integer(8, "token", group, dtype=dtype)
     per = "channel" if kind == "keys" else "token"

@@ -61,7 +61,7 @@ class Raw(Codec):
     @property
     def _stored_dtype(self) -> jnp.dtype:
         if self.dtype is None:
-            raise ValueError("this Raw has no dtype yet: init_cache takes it from the model")
+            raise ValueError("this Raw has no dtype yet: call resolve first")
         return jnp.dtype("uint16" if self.as_bits else self.dtype)
 
 
@@ -83,6 +83,6 @@ def without_gradient(function: Callable[[Array], Array], reason: str) -> Callabl
 
 _to_bits = without_gradient(
     lambda x: lax.bitcast_convert_type(x, jnp.uint16),
-    "no gradient passes through a 16-bit cache on this CPU (its bits are kept as integers): use "
+    "a 16-bit cache has no gradient on this CPU, because its bits are stored as integers: use "
     'policy("static", dtype="float32")',
 )

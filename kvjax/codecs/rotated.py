@@ -29,7 +29,7 @@ class Rotated(CodecWrapper):
 
     def empty(self, shape: tuple[int, ...]) -> Store:
         if shape[-1] % 2:
-            raise ValueError(f"head_dim is {shape[-1]}: an odd number of channels has no rotation")
+            raise ValueError(f"head_dim={shape[-1]} must be even for a Hadamard transform")
         return self.codec.empty(shape)
 
     def encode(self, x: Array) -> Store:

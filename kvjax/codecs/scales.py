@@ -32,11 +32,13 @@ class Groups:
 
     def __post_init__(self) -> None:
         if self.per not in PER:
-            raise ValueError(f"per={self.per!r}: scales are per {', '.join(PER)}")
+            raise ValueError(f"per={self.per!r}: choose from {', '.join(PER)}")
         if self.size is not None:
             object.__setattr__(self, "size", as_int("group", self.size, 1))
             if self.per in ("head", "tensor"):
-                raise ValueError(f"group={self.size}: a scale per {self.per} has no groups")
+                raise ValueError(
+                    f"group={self.size}: scales per {self.per} have no groups, omit it"
+                )
 
     def sizes(self, block: int, head_dim: int) -> tuple[int, int]:
         """Tokens and channels of a group.
@@ -111,7 +113,7 @@ class ScaledCodec(Codec):
     def scale_codec(self) -> Raw:
         """How scales are stored."""
         if self.scales is None:
-            raise ValueError(f"{self} has no dtype for its scales yet: resolve gives it one")
+            raise ValueError(f"{self} has no dtype for its scales yet: call resolve first")
         return self.scales
 
     @property
@@ -140,7 +142,7 @@ class ScaledCodec(Codec):
 
 undifferentiable = without_gradient(
     lambda x: x,
-    "no gradient passes through a quantized cache (its codes are whole numbers): use a raw one to "
+    "a quantized cache has no gradient, because its codes are integers: use a raw cache to "
     "differentiate",
 )
 """Returns ``x``; differentiating it raises ``ValueError``."""
