@@ -254,13 +254,13 @@ def test_a_rotation_spreads_outliers():
 def test_a_rotation_keeps_products(dim):
     codec = resolved(Rotated(Float8(), seed=3))
     x = np.random.default_rng(0).normal(size=(1, 1, 1, 8, dim)).astype(np.float32)
-    mixed = np.asarray(codec._mixed(jnp.asarray(x)))
-    back = np.asarray(codec._unmixed(jnp.asarray(mixed)))
+    transformed = np.asarray(codec._transform_exactly(jnp.asarray(x)))
+    back = np.asarray(codec.inverse_transform(jnp.asarray(transformed)))
     np.testing.assert_allclose(back, x, atol=1e-5)
     queries = np.random.default_rng(1).normal(size=(1, 1, 1, 3, dim)).astype(np.float32)
-    turned = queries @ codec._matrices(dim)[0]
+    rotated = np.asarray(codec.transform(jnp.asarray(queries)))
     np.testing.assert_allclose(
-        turned @ mixed.swapaxes(-1, -2), queries @ x.swapaxes(-1, -2), atol=1e-4
+        rotated @ transformed.swapaxes(-1, -2), queries @ x.swapaxes(-1, -2), atol=1e-4
     )
 
 

@@ -16,8 +16,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax.attention import attend
-from kvjax.attention import call as calls
+from kvjax.attention import attend, inputs
 from kvjax.attention.kernels import common, mosaic_tpu
 from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
 from kvjax.codecs.codec import plain_scores, plain_weighted_values
@@ -389,9 +388,9 @@ def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
     """Also where what a kernel would go on from is not to be turned back."""
     given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
     wanted, _ = run(*given)
-    in_order = calls.sections
+    in_order = inputs.sections
     turned = []
-    monkeypatch.setattr(calls, "sections", lambda *held: turned.append(1) or in_order(*held)[::-1])
+    monkeypatch.setattr(inputs, "sections", lambda *held: turned.append(1) or in_order(*held)[::-1])
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
     found, _ = run(*given)
     assert turned
