@@ -743,8 +743,8 @@ FAULTS = (
     ),
     Fault(
         "a search that could find no better text goes on", "generation/beams/step.py",
-        "over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))",
-        "over = last | (full & (numbers.early_stopping == 1))", ("beams",),
+        "over = last | ~(reachable > worst) | (full & (params.early_stopping == 1))",
+        "over = last | (full & (params.early_stopping == 1))", ("beams",),
     ),
     Fault(
         "all texts of a prompt have its beams' beginning in common",

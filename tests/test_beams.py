@@ -573,21 +573,21 @@ def test_on_a_mesh(lm, name):
 
 
 WRONG = {
-    "n": ({"n": 5}, "n is 5, and num_beams is 4"),
-    "groups": ({"num_beam_groups": 3, "diversity_penalty": 1.0}, "must divide num_beams, 4"),
-    "no diversity": ({"num_beam_groups": 2}, "diversity_penalty is 0.0 of 2 num_beam_groups"),
-    "one group": ({"diversity_penalty": 1.0}, "diversity_penalty is 1.0 of 1 num_beam_groups"),
-    "drawn": ({"temperature": 0.5}, "temperature is 0.5: a beam search"),
-    "stop": ({"stop": "x"}, "stop strings are looked for in texts"),
+    "n": ({"n": 5}, "n is 5, but num_beams=4 finds only 4"),
+    "groups": ({"num_beam_groups": 3, "diversity_penalty": 1.0}, "must divide num_beams=4"),
+    "no diversity": ({"num_beam_groups": 2}, "diversity_penalty is 0.0 with num_beam_groups=2"),
+    "one group": ({"diversity_penalty": 1.0}, "diversity_penalty is 1.0 with num_beam_groups=1"),
+    "drawn": ({"temperature": 0.5}, "temperature is 0.5, but a beam search"),
+    "stop": ({"stop": "x"}, "can't use stop strings"),
     "early": ({"early_stopping": "soon"}, "early_stopping is 'soon'"),
     "one": ({"early_stopping": 1}, "early_stopping is 1"),
     "a list": ({"early_stopping": [1]}, r"early_stopping is \[1\]"),
     "a power": ({"length_penalty": 8}, "length_penalty must be a number from -7 to 7, got 8"),
     "penalty": ({"length_penalty": float("nan")}, "length_penalty must be a number"),
     "beams": ({"num_beams": 2.5}, "num_beams must be an integer"),
-    "both": ({"best_of": 4}, "best_of is of samples"),
-    "no search": ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty is 2.0, and num_beams"),
-    "best": ({"num_beams": 1, "best_of": 2, "n": 3}, "best_of is 2, and n is 3"),
+    "both": ({"best_of": 4}, "best_of can't be combined with num_beams"),
+    "no search": ({"num_beams": 1, "length_penalty": 2.0}, "length_penalty is 2.0, but num_beams"),
+    "best": ({"num_beams": 1, "best_of": 2, "n": 3}, "best_of is 2, but must be at least n=3"),
 }
 
 

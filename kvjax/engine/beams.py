@@ -88,10 +88,10 @@ class BeamSearchState:
         if self._guides is None:
             guides: Any = [self._request.guide] * self.width
             self._guides = BeamGuides(guides, self._beams, words)
-            self._bits = self._guides.bits()
+            self._bits = self._guides.masks()
         if self._new is not None:
-            self._guides.go_on(*self._new)
-            self._bits, self._new = self._guides.bits(), None
+            self._guides.advance(*self._new)
+            self._bits, self._new = self._guides.masks(), None
         found: np.ndarray = self._bits[beam]
         return found
 
@@ -105,7 +105,7 @@ class BeamSearchState:
 
     def results(self) -> list[BeamResult]:
         """The best texts, the best one first."""
-        request, ended = self._request, self._state.ended
+        request, ended = self._request, self._state.finished
         if request.scores is not None:
             ended = replace(
                 ended, token_scores=self._scores(ended.length - 1, ended.beam, ended.token)
@@ -149,10 +149,10 @@ class BeamSearchState:
             known[:, ends] = -np.inf
         state, chosen = self._extended(known[None], eos)
         names = np.pad(names, (0, ids.size - len(names)))
-        before = state.ended
+        before = state.finished
         now = before.length == step + 1
         ended = replace(before, token=np.where(now, names[before.token % ids.size], before.token))
-        self._state = replace(state, token=names[state.token], ended=ended)
+        self._state = replace(state, token=names[state.token], finished=ended)
         token, parent, told = self._state.token[0], chosen.parent[0], None
         if request.scores is not None:
             told = self._scores(np.full_like(chosen.parent, step), chosen.parent, token)

@@ -1,1 +1,1 @@
-"""Searches for the likeliest texts."""
+"""Beam search."""

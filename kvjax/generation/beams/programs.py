@@ -1,4 +1,4 @@
-"""The programs of a beam search: the first tokens, the loop, a guided step, the rows given back."""
+"""The compiled programs of a beam search: first tokens, the loop, a guided step, kept rows."""
 
 import functools
 from dataclasses import replace
@@ -32,8 +32,8 @@ from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import Scores
 
 Columns = tuple[Array, Array, Scores | None]
-"""Of each step and row, [batch, steps] each: the token chosen, the beam that it was chosen for, of
-its prompt's, and its scores."""
+"""The choices of some steps, [rows, steps] each: tokens, the beams of the prompt that they were
+chosen for, and their scores."""
 
 
 @functools.partial(
@@ -44,25 +44,26 @@ def begin(
     filters: Filters,
     beams: BeamConfig,
     settings: SamplingArrays,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     past: TokenHistory | None,
-    asked: Array,
-    since: PerRow,
+    real: Array,
+    start: PerRow,
     scores: int | None,
     spread: MeshSharding | None,
     allowed: Any = None,
 ) -> tuple[SearchState, TokenHistory | None, Columns]:
-    """Choose the first tokens, from the logits after the prompts, a row for every beam; ``asked``:
-    of the prompts, those that are any; ``since``: tokens that rows have; ``allowed``: see
-    ``sample``."""
-    before = initial_state(asked, since, beams, scores)
-    after, past, chosen = _chosen(
-        before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
+    """Choose the first tokens, from the logits after the prompts, with one row for each beam.
+
+    ``real``, ``start``: as for ``initial_state``; ``allowed``: as for ``sample``.
+    """
+    before = initial_state(real, start, beams, scores)
+    after, past, choice = _choose(
+        before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
-    # As long as all rows are the same they go on from themselves.
-    columns = jax.tree.map(lambda x: x[:, None], _of_rows((after.token, *chosen)))
-    return _placed((after, past, columns), spread)
+    # The rows of a prompt are still equal, so none has to move.
+    columns = jax.tree.map(lambda x: x[:, None], _flatten_beams((after.token, *choice)))
+    return _constrain((after, past, columns), spread)
 
 
 @functools.partial(
@@ -79,47 +80,45 @@ def search(
     before: SearchState,
     past: TokenHistory | None,
     settings: SamplingArrays,
-    numbers: SearchParams,
+    search_params: SearchParams,
     limit: Array,
     steps: Array,
     scores: int | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """Go on until ``steps`` more tokens of each beam are chosen, at most ``CHUNK``, or all prompts
-    are done. A step feeds each beam's newest token, chooses, and has rows go on from others."""
+    """Run ``steps`` steps, at most ``MAX_STEPS``, or fewer if all prompts are done. A step feeds
+    the newest token of each beam, chooses the next tokens, and moves rows."""
     spread = None if context.cache is None else context.cache.spread
     shape = before.token.size, MAX_STEPS
     zeros = jnp.zeros(shape, jnp.int32)
-    out: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
+    columns: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
 
-    def go_on(carry: Any) -> Array:
-        step, _, search, *_ = carry
-        return (step < steps) & ~jnp.all(search.done) & ~jnp.any(search.broken)
+    def unfinished(carry: Any) -> Array:
+        step, _, state, *_ = carry
+        return (step < steps) & ~jnp.all(state.done) & ~jnp.any(state.broken)
 
-    def one(carry: Any) -> Any:
-        step, context, search, past, out = carry
-        context, logits = _fed(model, params, context, search)
-        context, search, past, new = _step(
-            context, search, past, logits, filters, beams, settings, numbers, limit, scores
+    def run_step(carry: Any) -> Any:
+        step, context, state, past, columns = carry
+        context, logits = _feed(model, params, context, state)
+        context, state, past, new = _step(
+            context, state, past, logits, filters, beams, settings, search_params, limit, scores
         )
-        out = jax.tree.map(
+        columns = jax.tree.map(
             lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            out,
+            columns,
             new,
         )
-        return step + 1, context, search, past, out
+        return step + 1, context, state, past, columns
 
-    carry = jnp.int32(0), context, before, past, out
-    _, context, after, past, out = lax.while_loop(go_on, one, carry)
-    after, past, out = _placed((after, past, out), spread)
-    return context, after, past, out
+    carry = jnp.int32(0), context, before, past, columns
+    _, context, after, past, columns = lax.while_loop(unfinished, run_step, carry)
+    after, past, columns = _constrain((after, past, columns), spread)
+    return context, after, past, columns
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
-def feed(
-    model: Model, params: Any, context: Context, before: SearchState
-) -> tuple[Context, Logits]:
-    """Feed the newest token of the beams that go on; the logits behind it."""
-    return _fed(model, params, context, before)
+def feed(model: Model, params: Any, context: Context, state: SearchState) -> tuple[Context, Logits]:
+    """Feed the newest token of each running beam to the model; the logits after it."""
+    return _feed(model, params, context, state)
 
 
 @functools.partial(
@@ -133,29 +132,28 @@ def choose(
     before: SearchState,
     past: TokenHistory | None,
     settings: SamplingArrays,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     allowed: Any,
     scores: int | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """The next token of the beams that go on, among those allowed, and rows that go on from
-    others: behind ``feed``, a step of ``search``."""
+    """Choose the next tokens among those allowed, and move rows. ``feed`` and this program are one
+    step of ``search``."""
     spread = None if context.cache is None else context.cache.spread
     context, after, past, new = _step(
-        context, before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
+        context, before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
     columns = jax.tree.map(lambda x: x[:, None], new)
-    return context, *_placed((after, past, columns), spread)
+    return context, *_constrain((after, past, columns), spread)
 
 
-def _fed(
-    model: Model, params: Any, context: Context, search: SearchState
+def _feed(
+    model: Model, params: Any, context: Context, state: SearchState
 ) -> tuple[Context, Logits]:
-    """``feed``."""
-    width = search.token.shape[1] // search.done.shape[1]
-    done = jnp.repeat(search.done, width, axis=1)
+    group_size = state.token.shape[1] // state.done.shape[1]
+    done = jnp.repeat(state.done, group_size, axis=1)
     lengths = (~done.ravel()).astype(jnp.int32)
-    logits, context = context.forward(model, params, search.token.reshape(-1, 1), lengths)
+    logits, context = context.forward(model, params, state.token.reshape(-1, 1), lengths)
     return context, gather_vocab(logits, context)
 
 
@@ -167,84 +165,83 @@ def _step(
     filters: Filters,
     beams: BeamConfig,
     settings: SamplingArrays,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     scores: int | None,
     allowed: Any = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """Choose, and have rows go on from others; columns of [rows]."""
-    after, past, chosen = _chosen(
-        before, past, logits, filters, beams, settings, numbers, limit, scores, allowed
+    """Choose tokens and move rows. Columns have the shape [rows]."""
+    after, past, choice = _choose(
+        before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
-    context = _branched(context, after, chosen.parent)
-    return context, after, past, _of_rows((after.token, *chosen))
+    context = _move_rows(context, after, choice.parent)
+    return context, after, past, _flatten_beams((after.token, *choice))
 
 
-def _chosen(
+def _choose(
     before: SearchState,
     past: TokenHistory | None,
     logits: Logits,
     filters: Filters,
     beams: BeamConfig,
     settings: SamplingArrays,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     scores: int | None,
     allowed: Any,
 ) -> tuple[SearchState, TokenHistory | None, BeamChoice]:
-    """The next tokens of all beams, and their rows' pasts with them."""
+    """Choose the next token of each beam, and update the token histories."""
     batch = len(before.token)
 
-    def apart(x: Array) -> Array:
+    def by_beam(x: Array) -> Array:
         return x.reshape(batch, beams.num_beams, *x.shape[1:])
 
-    own = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    raw_logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     seen = None if past is None else past.seen
-    known = own if past is None else past.apply_hook(own, filters.hook)
+    logprobs = raw_logprobs if past is None else past.apply_hook(raw_logprobs, filters.hook)
     count = jnp.repeat(before.count, beams.group_size, axis=1).ravel()
-    known = filter_logits(known, filters, settings, count=count, past=past, allowed=allowed)
-    fine = jnp.all(jnp.isfinite(own), axis=-1) & jnp.all(known < jnp.inf, axis=-1)
-    real = (before.score > -jnp.inf) & ~jnp.repeat(before.done, beams.group_size, axis=1)
-    broken = before.broken | jnp.any(real & ~apart(fine), axis=1)
-    after, chosen = advance(
-        before, apart(known), apart(own), apart(settings.eos)[:, 0], numbers, limit, beams, scores
+    logprobs = filter_logits(logprobs, filters, settings, count=count, past=past, allowed=allowed)
+    finite = jnp.all(jnp.isfinite(raw_logprobs), axis=-1) & jnp.all(logprobs < jnp.inf, axis=-1)
+    running = ~jnp.repeat(before.done, beams.group_size, axis=1)
+    real = (before.score > -jnp.inf) & running
+    broken = before.broken | jnp.any(real & ~by_beam(finite), axis=1)
+    eos = by_beam(settings.eos)[:, 0]
+    after, choice = advance(
+        before, by_beam(logprobs), by_beam(raw_logprobs), eos, params, limit, beams, scores
     )
     if past is not None:
-        mine: TokenHistory = jax.tree.map(lambda x: _of_beams(x, chosen.parent), past)
-        token, vocab = after.token.ravel(), logits.shape[1]
-        taken = ~jnp.repeat(before.done, beams.group_size, axis=1).ravel()
-        if mine.seen is not None:
-            at = jnp.where(taken, token, vocab)
-            seen = set_at(mine.seen, at, True)
-        past = mine.append_tokens(seen, token, taken)
+        parents: TokenHistory = jax.tree.map(lambda x: _gather_beams(x, choice.parent), past)
+        token, vocab, taken = after.token.ravel(), logits.shape[1], running.ravel()
+        if parents.seen is not None:
+            seen = set_at(parents.seen, jnp.where(taken, token, vocab), True)
+        past = parents.append_tokens(seen, token, taken)
     broken |= after.broken
     count = jnp.where(broken[:, None], before.count, after.count)
-    return replace(after, broken=broken, count=count), past, chosen
+    return replace(after, broken=broken, count=count), past, choice
 
 
-def _of_beams(x: Array, parent: Array) -> Array:
-    """Arrays of rows, [batch * beams, ...], each as the beam that it goes on from has it."""
-    each = x.reshape(*parent.shape, *x.shape[1:])
-    at = parent.reshape(*parent.shape, *[1] * (each.ndim - 2))
-    return jnp.take_along_axis(each, at, axis=1, mode="clip").reshape(x.shape)
+def _gather_beams(x: Array, parent: Array) -> Array:
+    """Rows [batch * beams, ...], each replaced by the row that it continues."""
+    by_beam = x.reshape(*parent.shape, *x.shape[1:])
+    index = parent.reshape(*parent.shape, *[1] * (by_beam.ndim - 2))
+    return jnp.take_along_axis(by_beam, index, axis=1, mode="clip").reshape(x.shape)
 
 
-def _of_rows(tree: Any) -> Any:
-    """Arrays [batch, beams, ...] as arrays of rows."""
+def _flatten_beams(tree: Any) -> Any:
+    """Arrays [batch, beams, ...] as [batch * beams, ...]."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
-def _branched(context: Context, search: SearchState, parent: Array) -> Context:
-    """The context, each row's that which it goes on from."""
+def _move_rows(context: Context, state: SearchState, parent: Array) -> Context:
+    """Give each row the sequence that it continues."""
     if isinstance(context, Uncached):
-        return jax.tree.map(lambda x: _of_beams(x, parent), context)
+        return jax.tree.map(lambda x: _gather_beams(x, parent), context)
     rows = jnp.arange(len(parent), dtype=jnp.int32)[:, None] * parent.shape[1] + parent
-    return Cached(branch_rows(context.cache, rows.ravel(), search.since.ravel()))
+    return Cached(branch_rows(context.cache, rows.ravel(), state.start.ravel()))
 
 
-def _placed(tree: Any, spread: MeshSharding | None) -> Any:
-    """On a mesh every array with its rows, whatever it was computed from, so that a program is
-    given what it was compiled for."""
+def _constrain(tree: Any, spread: MeshSharding | None) -> Any:
+    """On a mesh, shard every array by rows, so that the next call does not compile again."""
     if spread is None:
         return tree
     return jax.tree.map(
@@ -252,36 +249,46 @@ def _placed(tree: Any, spread: MeshSharding | None) -> Any:
     )
 
 
-def rows_to_keep(rows: np.ndarray, back: np.ndarray, request: GenerationRequest) -> tuple[Any, Any]:
-    """Of rows that the prompts of a mesh keep, int[prompts, n], and tokens that they forget, those
-    of the prompts that were asked for, and behind them as many empty ones as fill the mesh up."""
-    asked = request.rows // request.samples
-    rows, back = rows[:asked].ravel(), back[:asked].ravel()
-    more = 0 if request.spread is None else -len(rows) % request.spread.rows
-    empty = request.rows + np.arange(more)
+def rows_to_keep(
+    rows: np.ndarray, rewound: np.ndarray, request: GenerationRequest
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to keep of all real prompts, then empty rows that fill up the mesh.
+
+    Args:
+      rows: int[prompts, n], the rows to keep of each prompt.
+      rewound: int[prompts, n], tokens to rewind from them.
+      request: of the search.
+
+    Returns:
+      Both as int32[rows].
+    """
+    prompts = request.rows // request.samples
+    rows, rewound = rows[:prompts].ravel(), rewound[:prompts].ravel()
+    padding = 0 if request.spread is None else -len(rows) % request.spread.rows
+    empty = request.rows + np.arange(padding)
     return (
         np.concatenate([rows, empty]).astype(np.int32),
-        np.concatenate([back, np.zeros(more)]).astype(np.int32),
+        np.concatenate([rewound, np.zeros(padding)]).astype(np.int32),
     )
 
 
-def keep_rows(cache: KVCache, rows: Any, back: Any) -> KVCache:
-    """Some rows of a cache, int32[n], without their newest ``back`` tokens. What pools have stays
-    where it is; the cache given is used up."""
+def keep_rows(cache: KVCache, rows: Any, rewound: Any) -> KVCache:
+    """Select rows of a cache, int32[n], and rewind ``rewound`` tokens from them. Page pools are not
+    copied. The cache given is donated."""
     shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
     own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
-    return _kept(shared, replace(cache, layers=tuple(own)), rows, back)
+    return _keep_rows(shared, replace(cache, layers=tuple(own)), rows, rewound)
 
 
 @functools.partial(jax.jit, donate_argnames="shared")
-def _kept(shared: Any, cache: KVCache, rows: Array, back: Array) -> KVCache:
+def _keep_rows(shared: Any, cache: KVCache, rows: Array, rewound: Array) -> KVCache:
     layers = [
-        held if body is None else replace(held, keys=body[0], values=body[1])
-        for held, body in zip(cache.layers, shared, strict=True)
+        layer if body is None else replace(layer, keys=body[0], values=body[1])
+        for layer, body in zip(cache.layers, shared, strict=True)
     ]
     cache = select(replace(cache, layers=tuple(layers)), rows)
-    return rewind(cache, back)
+    return rewind(cache, rewound)
 
 
 max_rewind = jax.jit(rewindable)
-"""How many of its newest tokens each row can forget."""
+"""Tokens that each row can be rewound."""

@@ -1,4 +1,4 @@
-"""A beam search as it runs."""
+"""A beam search on the device: a session with a row for each beam, with guides or without."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,13 @@ from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import Session
 from kvjax.sampling.filters import ALL_ALLOWED, Logits
 
-Report = tuple[programs.Columns, SearchState]
-"""Of a dispatch: what each step chose, and where the search stands after it."""
+SearchOutput = tuple[programs.Columns, SearchState]
+"""The choices of a dispatch, and the state after it."""
 
 
 class BeamSession:
-    """``begin`` behind a session's prompts, and ``search`` again and again, with the session's
-    ``make_room`` before it. Nothing here waits for the device, but ``rows_of``."""
+    """Runs a search on a session whose prompts have been prefilled: ``begin`` once, then ``search``
+    repeatedly, each after the session's ``make_room``. Only ``keep`` waits for the device."""
 
     def __init__(self, request: GenerationRequest, session: Session) -> None:
         search = request.search
@@ -32,55 +32,57 @@ class BeamSession:
         self._search: SearchConfig = search
         self._beams: BeamConfig = search.beams
 
-    def begin(self) -> Report:
+    def begin(self) -> SearchOutput:
         """Choose the first tokens, from the logits after the prompts."""
-        request, session, given = self._request, self._session, self._search
+        request, session, config = self._request, self._session, self._search
         past = session.expand_samples()
-        numbers: Any = (
-            np.float32(given.length_penalty),
-            np.int32(given.early_stopping),
-            np.float32(given.diversity_penalty),
+        params: Any = (
+            np.float32(config.length_penalty),
+            np.int32(config.early_stopping),
+            np.float32(config.diversity_penalty),
         )
-        self._numbers = session.put(SearchParams(*numbers))
+        self._params = session.put(SearchParams(*params))
         self._limit, self._settings = (
             session.put(np.int32(request.max_new_tokens)),
             session.sampling,
         )
-        asked = np.arange(len(request.prompts)) < request.rows // request.samples
+        real = np.arange(len(request.prompts)) < request.rows // request.samples
         context: Any = session.context
-        since = context.length if context.cache is None else context.cache.length
+        start = context.length if context.cache is None else context.cache.length
         self._state, self._past, columns = programs.begin(
             session.logits,
             request.filters,
             self._beams,
             self._settings,
-            self._numbers,
+            self._params,
             self._limit,
             past,
-            asked,
-            since,
+            real,
+            start,
             request.logprobs,
             request.spread,
-            self._allowed(),
+            self._masks(),
         )
         del session.logits
         return columns, self._state
 
-    def search(self, steps: np.int32) -> Report:
-        """Choose so many tokens more of each beam, at most ``programs.CHUNK``."""
+    def search(self, steps: np.int32) -> SearchOutput:
+        """Choose ``steps`` more tokens of each beam, at most ``MAX_STEPS``."""
         session = self._session
-        session.context, self._state, self._past, columns = programs.search(*self._searching(steps))
+        session.context, self._state, self._past, columns = programs.search(
+            *self._search_args(steps)
+        )
         return columns, self._state
 
     def lowered(self) -> dict[str, Lowered]:
-        """The programs of ``search``, by name, to be compiled."""
-        return {"search": programs.search.lower(*self._searching(np.int32(0)))}
+        """The programs of ``search``, to be compiled."""
+        return {"search": programs.search.lower(*self._search_args(np.int32(0)))}
 
-    def _allowed(self) -> np.ndarray | None:
-        """uint32[rows, words]: what may come next; None for anything."""
+    def _masks(self) -> np.ndarray | None:
+        """uint32[rows, words], bit masks of the tokens that guides allow; None for all."""
         return None
 
-    def _searching(self, steps: np.int32) -> tuple[Any, ...]:
+    def _search_args(self, steps: np.int32) -> tuple[Any, ...]:
         request, lm = self._request, self._session.lm
         return (
             lm.architecture,
@@ -91,62 +93,60 @@ class BeamSession:
             self._state,
             self._past,
             self._settings,
-            self._numbers,
+            self._params,
             self._limit,
             steps,
             request.logprobs,
         )
 
-    def keep(self, rows: np.ndarray, back: np.ndarray) -> bool:
-        """Leave the session some rows, int[n], without their newest ``back`` tokens; or, where one
-        can't forget so many, none."""
+    def keep(self, rows: np.ndarray, rewound: np.ndarray) -> bool:
+        """Keep only some rows of the cache, int[n], rewound by ``rewound`` tokens. Returns False,
+        and changes nothing, if a row can't be rewound so far."""
         cache = self._session.cache
         assert cache is not None
-        if np.any(back > fetch(programs.max_rewind(cache))[rows]):
+        if np.any(rewound > fetch(programs.max_rewind(cache))[rows]):
             return False
-        found = programs.keep_rows(cache, rows, back)
-        self._session.context = Cached(found)
+        self._session.context = Cached(programs.keep_rows(cache, rows, rewound))
         return True
 
 
 class GuidedBeamSession(BeamSession):
-    """A ``BeamSession`` whose beams keep to guides. ``search`` takes one step, and waits for the
-    one before it."""
+    """A ``BeamSession`` with guides. ``search`` runs one step, and waits for the one before it."""
 
     def __init__(self, request: GenerationRequest, session: Session) -> None:
         super().__init__(request, session)
         assert request.guides is not None
         self._guides = BeamGuides(request.guides, self._beams, mask_words(session.lm.config))
 
-    def begin(self) -> Report:
-        """Choose the first tokens, under the masks of the prompts."""
+    def begin(self) -> SearchOutput:
+        """Choose the first tokens, under the prompts' masks."""
         self._columns, state = super().begin()
         return self._columns, state
 
-    def search(self, steps: np.int32) -> Report:
-        """Choose one token more of each beam."""
+    def search(self, steps: np.int32) -> SearchOutput:
+        """Choose one more token of each beam."""
         session, lm = self._session, self._session.lm
         session.context, logits = programs.feed(
             lm.architecture, lm.params, session.context, self._state
         )
-        # That runs; its report had these on the host before.
+        # While that runs, advance the guides by the previous step's tokens.
         token, parent, _ = self._columns
         token, parent, score, done = fetch((token, parent, self._state.score, self._state.done))
-        going = (score > -np.inf) & ~np.repeat(done, self._beams.group_size, axis=1)
-        self._guides.go_on(token[:, 0], parent[:, 0], going.ravel())
+        running = (score > -np.inf) & ~np.repeat(done, self._beams.group_size, axis=1)
+        self._guides.advance(token[:, 0], parent[:, 0], running.ravel())
         session.context, self._state, self._past, self._columns = programs.choose(
-            *self._choosing(logits)
+            *self._choose_args(logits)
         )
         return self._columns, self._state
 
     def lowered(self) -> dict[str, Lowered]:
-        """The two programs of a step, by name, to be compiled."""
+        """The two programs of a step, to be compiled."""
         session, lm = self._session, self._session.lm
-        fed = programs.feed.lower(lm.architecture, lm.params, session.context, self._state)
-        call = self._choosing(session.zeros_like(fed.out_info[1]))
-        return {"feed": fed, "choose": programs.choose.lower(*call)}
+        feed = programs.feed.lower(lm.architecture, lm.params, session.context, self._state)
+        args = self._choose_args(session.zeros_like(feed.out_info[1]))
+        return {"feed": feed, "choose": programs.choose.lower(*args)}
 
-    def _choosing(self, logits: Logits) -> tuple[Any, ...]:
+    def _choose_args(self, logits: Logits) -> tuple[Any, ...]:
         request = self._request
         return (
             logits,
@@ -156,35 +156,41 @@ class GuidedBeamSession(BeamSession):
             self._state,
             self._past,
             self._settings,
-            self._numbers,
+            self._params,
             self._limit,
-            self._allowed(),
+            self._masks(),
             request.logprobs,
         )
 
-    def _allowed(self) -> np.ndarray:
-        return self._guides.bits()
+    def _masks(self) -> np.ndarray:
+        return self._guides.masks()
 
 
 class BeamGuides:
-    """The guides of beams, as they go along their texts. ``guides``: one a row, or None."""
+    """The guides of all beams. A beam that continues another one has a copy of its guide.
+
+    ``guides``: one for each row, or None; they are copied first.
+    """
 
     def __init__(
         self, guides: Sequence[CopyableGuide | None], beams: BeamConfig, words: int
     ) -> None:
         self._beams, self._words = beams, words
-        # At first one beam of each group is there. The given ones stay at the beginning.
+        # At first each group has one beam.
         self._guides = [
             guide.copy() if guide is not None and row % beams.group_size == 0 else None
             for row, guide in enumerate(guides)
         ]
 
-    def go_on(self, tokens: np.ndarray, parents: np.ndarray, going: np.ndarray) -> None:
-        """Let rows go on from others, and take in their tokens: int32[rows], the parents counted
-        within a prompt; of rows that are not ``going`` on, bool[rows], none."""
+    def advance(self, tokens: np.ndarray, parents: np.ndarray, running: np.ndarray) -> None:
+        """Give each running row its parent's guide, and let it accept the row's token.
+
+        ``tokens``: int32[rows]; ``parents``: int32[rows], beams of the same prompt; ``running``:
+        bool[rows].
+        """
         after: list[CopyableGuide | None] = [None] * len(self._guides)
         taken: set[int] = set()
-        rows = np.flatnonzero(going).tolist()
+        rows = np.flatnonzero(running).tolist()
         for row in rows:
             at = row - row % self._beams.num_beams + int(parents[row])
             guide = self._guides[at]
@@ -197,13 +203,13 @@ class BeamGuides:
                 guide.accept(int(tokens[row]))
         self._guides = after
 
-    def bits(self) -> np.ndarray:
-        """uint32[rows, words]: what may come next; of rows without a guide anything."""
-        bits = np.full((len(self._guides), self._words), ALL_ALLOWED, np.uint32)
+    def masks(self) -> np.ndarray:
+        """uint32[rows, words], bit masks of the tokens allowed next; all for rows without one."""
+        masks = np.full((len(self._guides), self._words), ALL_ALLOWED, np.uint32)
         for row, guide in enumerate(self._guides):
             if guide is not None:
-                bits[row] = guide_mask(guide, self._words)
-        return bits
+                masks[row] = guide_mask(guide, self._words)
+        return masks
 
 
 def search_of(request: GenerationRequest, session: Session) -> BeamSession:
@@ -214,27 +220,26 @@ def search_of(request: GenerationRequest, session: Session) -> BeamSession:
 
 
 def final_guides(
-    lm: LanguageModel, request: GenerationRequest, texts: Sequence[Sequence[int]]
+    lm: LanguageModel, request: GenerationRequest, sequences: Sequence[Sequence[int]]
 ) -> tuple[Guide | None, ...] | None:
-    """The guides of the request, behind all tokens of the texts that are given back, as many of
-    each prompt; None where it has none."""
+    """The request's guides after accepting the sequences returned; None without guides."""
     if request.guides is None or request.search is None:
         return None
-    found: list[Guide | None] = []
-    for number, tokens in enumerate(texts):
+    guides: list[Guide | None] = []
+    for number, tokens in enumerate(sequences):
         prompt, at = divmod(number, request.search.num_return)
         guide = request.guides[prompt * request.samples + at]
-        found.append(guide)
-        if guide is None:
-            continue
-        accept_all(guide, tokens, mask_words(lm.config))
-    return tuple(found)
+        guides.append(guide)
+        if guide is not None:
+            accept_all(guide, tokens, mask_words(lm.config))
+    return tuple(guides)
 
 
 def accept_all(guide: Guide, tokens: Sequence[int], words: int) -> None:
-    """Let a guide take in a text that was found."""
+    """Let a guide accept the tokens of a sequence."""
     for place, token in enumerate(tokens, 1):
         if place == len(tokens):
-            # That it can't go on a guide knows where it is asked, and such a text ends there.
+            # A guide notices that it can't continue when its mask is computed; the sequence then
+            # ends with this token.
             guide_mask(guide, words)
         guide.accept(token)

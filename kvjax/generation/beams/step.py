@@ -1,10 +1,10 @@
-"""A step of a beam search, on arrays: from what beams are worth to those that go on.
+"""One step of a beam search, on arrays: from log-probabilities to the next beams.
 
-A beam is a row of the cache. Beams that go on from one that has several stand where there is room:
-the first of them stays in its row, the others take those of beams that nothing goes on from.
+A beam is a row of the cache. If several new beams continue the same one, the first of them stays in
+its row, and the others take rows that no beam continues.
 
-Source: Transformers' ``_beam_search``; of groups, Vijayakumar et al., "Diverse Beam Search",
-arXiv:1610.02424, with the Hamming distance.
+Source: ``_beam_search`` of Transformers; for groups, Vijayakumar et al., "Diverse Beam Search",
+arXiv:1610.02424, with Hamming diversity.
 """
 
 import functools
@@ -23,7 +23,7 @@ from kvjax.sampling.scores import Scores
 
 @pytree_dataclass
 class SearchParams:
-    """Of a search, traced: see ``Search``."""
+    """The numbers of a ``SearchConfig``, as traced arguments."""
 
     length_penalty: Array
     early_stopping: Array
@@ -32,9 +32,11 @@ class SearchParams:
 
 @pytree_dataclass
 class Hypotheses:
-    """The best texts of a prompt that have ended, [batch, beams] each, those of a group in falling
-    order: ``score``, minus infinity where there is none; ``length``, its tokens; ``token``, the
-    last one; ``beam``, the one that it went on from; ``told``, the last token's scores."""
+    """The best finished sequences of a prompt, [batch, beams] each, the best of a group first.
+
+    ``score``: -inf for an empty place; ``length``: tokens; ``token``: the last one; ``beam``: the
+    beam that it was chosen for; ``token_scores``: of the last token.
+    """
 
     score: Array
     length: Array
@@ -45,163 +47,179 @@ class Hypotheses:
 
 @pytree_dataclass
 class SearchState:
-    """Where a search stands: ``token`` and ``score``, [batch, beams], the newest token of each beam
-    and the sum of its tokens' log-probabilities, minus infinity for a beam that there is not;
-    ``count``, ``done``: [batch, groups], tokens so far, and groups that are at their end;
-    ``broken``: bool[batch], prompts whose logits were not finite numbers; ``ended``.
-    ``since``: int32[batch, beams], tokens that the rows had when the search began."""
+    """The state of a search.
+
+    ``token``, ``score``: [batch, beams], the newest token of each beam, and the sum of its tokens'
+    log-probabilities, -inf for a beam that does not exist; ``count``, ``done``: [batch, groups],
+    tokens so far, and whether the group has ended; ``broken``: bool[batch], prompts with logits
+    that are not finite; ``finished``: their finished sequences; ``start``: int32[batch, beams],
+    tokens that each row held when the search began.
+    """
 
     token: Array
     score: Array
     count: Array
     done: Array
     broken: Array
-    ended: Hypotheses
-    since: Array
+    finished: Hypotheses
+    start: Array
 
 
 class BeamChoice(NamedTuple):
-    """Of a step, [batch, beams] each: the beam that each goes on from, and its token's scores."""
+    """The choice of a step, [batch, beams] each: the beam that each new beam continues, and the
+    scores of its token."""
 
     parent: Array
     token_scores: Scores | None
 
 
-def initial_state(asked: Array, since: Array, beams: BeamConfig, scores: int | None) -> SearchState:
-    """A search that has not chosen anything: a beam of each group is there. ``asked``:
-    bool[batch], the prompts that are any; ``scores``: as of ``programs.decode``."""
-    shape = len(asked), beams.num_beams
-    zeros, none = jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
+def initial_state(real: Array, start: Array, beams: BeamConfig, scores: int | None) -> SearchState:
+    """A search before its first step. It has one beam in each group.
+
+    Args:
+      real: bool[batch], the prompts that are not padding of the mesh.
+      start: int32[batch * beams], tokens that each row holds.
+      beams: their numbers.
+      scores: as for ``programs.decode``.
+    """
+    shape = len(real), beams.num_beams
+    zeros, empty = jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
     first = jnp.arange(beams.num_beams, dtype=jnp.int32) % beams.group_size == 0
-    count = jnp.zeros((len(asked), beams.num_groups), jnp.int32)
-    done = jnp.broadcast_to(~asked[:, None], count.shape)
-    told = None if scores is None else Scores.zeros(shape, scores)
-    ended = Hypotheses(none, zeros, zeros, zeros, told)
-    score = jnp.where(first[None], 0.0, none)
-    return SearchState(zeros, score, count, done, asked & False, ended, since.reshape(shape))
+    count = jnp.zeros((len(real), beams.num_groups), jnp.int32)
+    done = jnp.broadcast_to(~real[:, None], count.shape)
+    token_scores = None if scores is None else Scores.zeros(shape, scores)
+    finished = Hypotheses(empty, zeros, zeros, zeros, token_scores)
+    score = jnp.where(first[None], 0.0, empty)
+    return SearchState(zeros, score, count, done, real & False, finished, start.reshape(shape))
 
 
 def advance(
     before: SearchState,
-    known: Array,
-    own: Array,
+    logprobs: Array,
+    raw_logprobs: Array,
     eos: Array,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     beams: BeamConfig,
     scores: int | None,
 ) -> tuple[SearchState, BeamChoice]:
-    """A token more of every beam of the groups that are not done.
+    """Choose the next token of every beam whose group is not done.
 
     Args:
-      known: float32[batch, beams, vocab], log-probabilities, with what penalties made of them.
-      own: the same without; for the ``scores``.
-      eos: int32[batch, n], tokens that end a text, padded with such as are none.
-      limit: int32[], tokens after which a text ends.
+      before: the state.
+      logprobs: float32[batch, beams, vocab], after penalties and filters.
+      raw_logprobs: the model's own, for the ``scores``.
+      eos: int32[batch, n], tokens that end a sequence; padding is outside of the vocabulary.
+      params: of the search.
+      limit: int32[], the most new tokens.
+      beams: their numbers.
+      scores: as for ``programs.decode``.
     """
-    batch, _, vocab = known.shape
-    raw = None if scores is None else (own, *(lax.top_k(own, scores) if scores else ()))
-    counts, found = jnp.zeros((batch, vocab), jnp.float32), []
+    batch, _, vocab = logprobs.shape
+    reported = None
+    if scores is not None:
+        reported = raw_logprobs, *(lax.top_k(raw_logprobs, scores) if scores else ())
+    counts, results = jnp.zeros((batch, vocab), jnp.float32), []
     for group in range(beams.num_groups):
         first = group * beams.group_size
-        here = slice(first, first + beams.group_size)
-        mine = known[:, here]
+        members = slice(first, first + beams.group_size)
+        group_logprobs = logprobs[:, members]
         if group:
-            mine = mine - numbers.diversity_penalty * counts[:, None]
-        each: Any = before.token, before.score, before.ended, raw
-        each = jax.tree.map(lambda x, here=here: x[:, here], each)
-        step: Any = functools.partial(_group, numbers=numbers, limit=limit, first=first)
-        of_groups = before.count[:, group], before.done[:, group]
-        found.append(jax.vmap(step)(mine, *each, *of_groups, eos))
+            group_logprobs = group_logprobs - params.diversity_penalty * counts[:, None]
+        rows: Any = before.token, before.score, before.finished, reported
+        rows = jax.tree.map(lambda x, members=members: x[:, members], rows)
+        step: Any = functools.partial(_advance_group, params=params, limit=limit, first=first)
+        state = before.count[:, group], before.done[:, group]
+        results.append(jax.vmap(step)(group_logprobs, *rows, *state, eos))
         if beams.num_groups > 1:
-            token, score = found[-1][:2]
+            token, score = results[-1][:2]
             real = (score > -jnp.inf) & ~before.done[:, group, None]
             at = jnp.where(real, token, vocab)
             counts = counts.at[jnp.arange(batch, dtype=jnp.int32)[:, None], at].add(
                 1.0, mode="drop"
             )
-    *rows, count, done = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *found)
-    token, score, ended, chosen = jax.tree.map(
+    *rows, count, done = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *results)
+    token, score, finished, choice = jax.tree.map(
         lambda x: x.reshape(batch, beams.num_beams, *x.shape[3:]), tuple(rows)
     )
-    broken = before.broken | (jnp.all(score == -jnp.inf, 1) & jnp.all(ended.score == -jnp.inf, 1))
-    broken &= jnp.any(~before.done, axis=1)
-    after = replace(before, token=token, score=score, ended=ended, count=count, done=done)
-    return replace(after, broken=before.broken | broken), chosen
+    none_left = jnp.all(score == -jnp.inf, 1) & jnp.all(finished.score == -jnp.inf, 1)
+    broken = (before.broken | none_left) & jnp.any(~before.done, axis=1)
+    after = replace(before, token=token, score=score, finished=finished, count=count, done=done)
+    return replace(after, broken=before.broken | broken), choice
 
 
-def _group(
-    known: Array,
+def _advance_group(
+    logprobs: Array,
     token: Array,
     score: Array,
-    ended: Hypotheses,
-    raw: Any,
+    finished: Hypotheses,
+    reported: Any,
     count: Array,
     done: Array,
     eos: Array,
     *,
-    numbers: SearchParams,
+    params: SearchParams,
     limit: Array,
     first: int,
 ) -> Any:
-    """``extended`` of one group, whose beams are numbered from ``first`` on: token and score of
-    each beam, what has ended, what was chosen, count, and whether it is done."""
-    width, length = len(score), count + 1
+    """``advance`` for one group of one prompt, whose beams are numbered from ``first`` on. Returns
+    token and score of each beam, finished sequences, the choice, count, and whether it is done."""
+    size, length = len(score), count + 1
     last = length >= limit
-    going, ends = _continuations(known, score, eos)
-    # Of all continuations the best, of which those that end are kept.
-    best = jax.tree.map(lambda *x: jnp.concatenate(x), going, ends)
-    order = jnp.lexsort((best.beam * known.shape[1] + best.token, -best.score))[:width]
+    running, ending = _candidates(logprobs, score, eos)
+    # Among the best candidates of both kinds, those that end become finished sequences.
+    best = jax.tree.map(lambda *x: jnp.concatenate(x), running, ending)
+    order = jnp.lexsort((best.beam * logprobs.shape[1] + best.token, -best.score))[:size]
     best = jax.tree.map(lambda x: x[order], best)
-    value = best.score / length.astype(jnp.float32) ** numbers.length_penalty
-    stays = (best.ends | last) & ~done & (best.score > -jnp.inf)
-    told = _told(raw, best.beam, best.token)
+    value = best.score / length.astype(jnp.float32) ** params.length_penalty
+    finishes = (best.ends | last) & ~done & (best.score > -jnp.inf)
     new = Hypotheses(
-        jnp.where(stays, value, -jnp.inf),
-        jnp.full(width, length, jnp.int32),
+        jnp.where(finishes, value, -jnp.inf),
+        jnp.full(size, length, jnp.int32),
         best.token,
         best.beam + first,
-        told,
+        _token_scores(reported, best.beam, best.token),
     )
-    every = jax.tree.map(lambda *x: jnp.concatenate(x), ended, new)
-    _, at = lax.top_k(every.score, width)
-    ended = jax.tree.map(lambda x: x[at], every)
+    merged = jax.tree.map(lambda *x: jnp.concatenate(x), finished, new)
+    _, top = lax.top_k(merged.score, size)
+    finished = jax.tree.map(lambda x: x[top], merged)
 
-    child, parent = _in_rows(going)
-    full = jnp.all(ended.score > -jnp.inf)
-    to = jnp.where((numbers.early_stopping == 2) & (numbers.length_penalty > 0), limit, length)
-    hoped = jnp.max(going.score) / to.astype(jnp.float32) ** numbers.length_penalty
-    worst = jnp.where(full, jnp.min(ended.score), -jnp.inf)
-    over = last | ~(hoped > worst) | (full & (numbers.early_stopping == 1))
-    chosen = BeamChoice(
-        jnp.where(done, jnp.arange(width, dtype=jnp.int32), parent) + first,
-        _told(raw, going.beam[child], going.token[child]),
+    child, parent = _assign_rows(running)
+    full = jnp.all(finished.score > -jnp.inf)
+    longest = params.early_stopping == 2
+    best_length = jnp.where(longest & (params.length_penalty > 0), limit, length)
+    reachable = jnp.max(running.score) / best_length.astype(jnp.float32) ** params.length_penalty
+    worst = jnp.where(full, jnp.min(finished.score), -jnp.inf)
+    over = last | ~(reachable > worst) | (full & (params.early_stopping == 1))
+    choice = BeamChoice(
+        jnp.where(done, jnp.arange(size, dtype=jnp.int32), parent) + first,
+        _token_scores(reported, running.beam[child], running.token[child]),
     )
     return (
-        jnp.where(done, token, going.token[child]),
-        jnp.where(done, score, going.score[child]),
-        ended,
-        chosen,
+        jnp.where(done, token, running.token[child]),
+        jnp.where(done, score, running.score[child]),
+        finished,
+        choice,
         jnp.where(done, count, length),
         done | over,
     )
 
 
-def _told(raw: Any, beam: Array, token: Array) -> Scores | None:
+def _token_scores(reported: Any, beam: Array, token: Array) -> Scores | None:
     """The scores of tokens of beams, int32[n] each."""
-    if raw is None:
+    if reported is None:
         return None
-    own, *likeliest = raw
-    chosen = own[beam, token]
-    if not likeliest:
+    logprobs, *top = reported
+    chosen = logprobs[beam, token]
+    if not top:
         none = (jnp.zeros((len(beam), 0), x) for x in (jnp.int32, jnp.float32))
         return Scores(chosen, jnp.zeros_like(chosen), *none)
-    known, ids = (x[beam] for x in likeliest)
-    return Scores(chosen, jnp.zeros_like(chosen), ids.astype(jnp.int32), known)
+    values, ids = (x[beam] for x in top)
+    return Scores(chosen, jnp.zeros_like(chosen), ids.astype(jnp.int32), values)
 
 
 class _Candidates(NamedTuple):
-    """Continuations, [n] each."""
+    """Continuations of beams by one token, [n] each."""
 
     score: Array
     token: Array
@@ -209,29 +227,30 @@ class _Candidates(NamedTuple):
     ends: Array
 
 
-def _continuations(known: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
-    """Of a group's beams the best that go on, as many as beams and falling, and all that end."""
-    width, vocab = known.shape
-    total = known + score[:, None]
-    best, token = lax.top_k(total.at[:, eos].set(-jnp.inf, mode="drop"), min(width, vocab))
-    each = best.shape[1]
-    best, at = lax.top_k(best.ravel(), width)
+def _candidates(logprobs: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
+    """The best continuations of a group's beams that do not end, as many as beams and the best
+    first, and all that end."""
+    size, vocab = logprobs.shape
+    total = logprobs + score[:, None]
+    best, token = lax.top_k(total.at[:, eos].set(-jnp.inf, mode="drop"), min(size, vocab))
+    per_beam = best.shape[1]
+    best, at = lax.top_k(best.ravel(), size)
     at = at.astype(jnp.int32)
-    going = _Candidates(best, token.ravel()[at], at // each, jnp.zeros(width, bool))
+    running = _Candidates(best, token.ravel()[at], at // per_beam, jnp.zeros(size, bool))
     order = jnp.arange(len(eos), dtype=jnp.int32)
-    again = jnp.any((eos[:, None] == eos[None]) & (order[None] < order[:, None]), axis=1)
+    repeated = jnp.any((eos[:, None] == eos[None]) & (order[None] < order[:, None]), axis=1)
     ids = jnp.minimum(eos, vocab - 1)
-    end = jnp.where((again | (eos >= vocab))[None], -jnp.inf, total[:, ids])
-    beam = jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32)[:, None], end.shape)
-    ends = end, jnp.broadcast_to(ids[None], end.shape), beam, jnp.ones(end.shape, bool)
-    return going, _Candidates(*(x.ravel() for x in ends))
+    end = jnp.where((repeated | (eos >= vocab))[None], -jnp.inf, total[:, ids])
+    beam = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32)[:, None], end.shape)
+    ending = end, jnp.broadcast_to(ids[None], end.shape), beam, jnp.ones(end.shape, bool)
+    return running, _Candidates(*(x.ravel() for x in ending))
 
 
-def _in_rows(going: _Candidates) -> tuple[Array, Array]:
-    """Which continuation each row has, int32[width], and which row it goes on from: its own, where
-    anything goes on from it."""
-    rows = jnp.arange(len(going.score), dtype=jnp.int32)
-    real, beam = going.score > -jnp.inf, going.beam
+def _assign_rows(running: _Candidates) -> tuple[Array, Array]:
+    """The candidate of each row, int32[size], and the row that it continues: its own one if any
+    candidate continues it."""
+    rows = jnp.arange(len(running.score), dtype=jnp.int32)
+    real, beam = running.score > -jnp.inf, running.beam
     same = (beam[:, None] == beam[None]) & real[None]
     stays = real & ~jnp.any(same & (rows[None] < rows[:, None]), axis=1)
     here = beam[None] == rows[:, None]

@@ -1,4 +1,4 @@
-"""A beam search as it is iterated over: what its texts have in common, and the whole result."""
+"""A beam search as an iterator over pieces, and its result."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from kvjax.generation.beams.results import (
     live_sequences,
     source_beams,
 )
-from kvjax.generation.beams.session import Report, final_guides, search_of
+from kvjax.generation.beams.session import SearchOutput, final_guides, search_of
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import MAX_STEPS
@@ -31,12 +31,12 @@ from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore
 
 _WATCHED_STEPS = 8
-"""Steps of a dispatch where somebody waits for its text."""
+"""The most steps of a dispatch whose text is streamed to a reader."""
 
 
 class BeamStream(PieceIterator):
-    """A beam search that runs as it is iterated over; of a prompt comes, before the end, what all
-    of its texts begin with: nothing can take that back."""
+    """A beam search that runs while it is iterated over. Before the end, a prompt's pieces are the
+    common prefix of all its candidates, which can't change any more."""
 
     def __init__(
         self,
@@ -53,24 +53,24 @@ class BeamStream(PieceIterator):
         self._search = search_of(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
         self._padding = getattr(lm, "padding", 0)
-        self._kept, self._beams = search.num_return, search.beams
-        self._prompts = request.rows // request.samples
-        asked = request.prompts[: self._prompts]
+        self._num_return, self._beams = search.num_return, search.beams
+        self._num_prompts = request.rows // request.samples
+        prompts = request.prompts[: self._num_prompts]
         guides = (request.guides or [None] * request.rows)[:: request.samples]
         self._rows = [
             RowText(lm.tokenizer, ids, guided=guide is not None)
-            for ids, guide in zip(asked, guides, strict=False)
-            for _ in range(self._kept)
+            for ids, guide in zip(prompts, guides, strict=False)
+            for _ in range(self._num_return)
         ]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
         self._state: Any = None
-        self._prefill_meter, self._decode_meter = Timer(), Timer()
+        self._prefill_timer, self._decode_timer = Timer(), Timer()
         super().__init__(self._session, cache_given=request.cache is not None)
 
     def _generate_pieces(self) -> Iterator[Piece]:
         request = self._request
-        with self._prefill_meter.running():
+        with self._prefill_timer.running():
             self._session.start()
             chunks = self._chunks
             chunks = prompt_chunks(request, self._session.prefix_hits) if chunks is None else chunks
@@ -78,40 +78,40 @@ class BeamStream(PieceIterator):
                 self._session.make_room(chunk.cache_len)
                 self._session.prefill(chunk)
                 report_progress("reading the prompt", number, len(chunks), self._session.logits)
-            self._absorb(self._search.begin())
+            self._collect(self._search.begin())
         dispatched, longest = 1, request.positions - request.max_new_tokens
-        flying: deque[Report] = deque()
-        most, ahead = _WATCHED_STEPS if self._watched else MAX_STEPS, 2
-        if request.guides is not None:  # each token waits for the one before
-            most, ahead = 1, 1
+        in_flight: deque[SearchOutput] = deque()
+        max_steps, ahead = _WATCHED_STEPS if self._watched else MAX_STEPS, 2
+        if request.guides is not None:  # each step needs the tokens of the one before
+            max_steps, ahead = 1, 1
         while not self._state.done.all():
             yield self._piece()
-            with self._decode_meter.running():
-                # One dispatch ahead: its loop ends at once if all is done by then.
-                while len(flying) < ahead and dispatched < request.max_new_tokens:
-                    steps = min(most, request.max_new_tokens - dispatched)
+            with self._decode_timer.running():
+                # One dispatch ahead. If the search ends in the first one, the second does nothing.
+                while len(in_flight) < ahead and dispatched < request.max_new_tokens:
+                    steps = min(max_steps, request.max_new_tokens - dispatched)
                     self._session.make_room(longest + dispatched + steps)
                     dispatched += steps
-                    flying.append(self._search.search(np.int32(steps)))
-                self._absorb(flying.popleft())
+                    in_flight.append(self._search.search(np.int32(steps)))
+                self._collect(in_flight.popleft())
             report_progress("generating", len(self._history), request.max_new_tokens)
-        with self._decode_meter.running():
+        with self._decode_timer.running():
             self._session.check()
-            self._result = self._found()
+            self._result = self._make_result()
         yield self._piece()
 
-    def _absorb(self, report: Report) -> None:
-        """Wait for a dispatch, and take it in.
+    def _collect(self, output: SearchOutput) -> None:
+        """Wait for a dispatch, and record its choices.
 
         Raises:
-          NonFiniteError: if a prompt's logits were not finite numbers.
+          NonFiniteError: if the logits of a prompt are not finite.
         """
-        columns, state = fetch(report)
+        columns, state = fetch(output)
         if state.broken.any():
-            rows = ", ".join(map(str, np.flatnonzero(state.broken)))
+            prompts = ", ".join(map(str, np.flatnonzero(state.broken)))
             raise NonFiniteError(
-                f"the logits of the beams of prompt(s) {rows} are not finite numbers, after "
-                f"{int(state.count[state.broken].max())} new tokens; nothing was chosen from them"
+                f"the beams of prompt(s) {prompts} have logits that are not finite, after "
+                f"{int(state.count[state.broken].max())} new tokens"
             )
         self._history.add(columns, int(state.count.max()) - len(self._history))
         self._state = state
@@ -119,79 +119,78 @@ class BeamStream(PieceIterator):
             self._push_common()
 
     def _push_common(self) -> None:
-        """What all texts of a prompt that can yet be given back begin with."""
+        """Emit the common prefix of all sequences that can still be returned."""
         live, _ = live_sequences(self._history, self._state.count, self._beams)
-        ended = self._state.ended
-        past, _ = self._history.paths(ended.length - 1, ended.beam)
-        rows, beams = np.nonzero(ended.length > 0)
-        past[rows, beams, ended.length[rows, beams] - 1] = ended.token[rows, beams]
+        finished = self._state.finished
+        past, _ = self._history.paths(finished.length - 1, finished.beam)
+        rows, beams = np.nonzero(finished.length > 0)
+        past[rows, beams, finished.length[rows, beams] - 1] = finished.token[rows, beams]
         tokens = np.concatenate([live, past], axis=1)
-        there = np.concatenate([self._state.score, ended.score], axis=1) > -np.inf
-        for number, common in enumerate(common_prefixes(tokens, there)[: self._prompts]):
-            for row in self._rows[number * self._kept : (number + 1) * self._kept]:
+        real = np.concatenate([self._state.score, finished.score], axis=1) > -np.inf
+        for number, common in enumerate(common_prefixes(tokens, real)[: self._num_prompts]):
+            for row in self._rows[number * self._num_return : (number + 1) * self._num_return]:
                 for token in common[len(row.tokens) :]:
                     row.push(token)
 
-    def _found(self) -> GenerationResult:
-        """The best texts, and what goes with them."""
-        request, prompts = self._request, self._prompts
-        found = best_sequences(self._history, self._state.ended, self._kept, request.logprobs)
-        for row, tokens in zip(
-            self._rows, chain.from_iterable(found.tokens[:prompts]), strict=True
-        ):
+    def _make_result(self) -> GenerationResult:
+        request, prompts = self._request, self._num_prompts
+        best = best_sequences(
+            self._history, self._state.finished, self._num_return, request.logprobs
+        )
+        sequences = chain.from_iterable(best.tokens[:prompts])
+        for row, tokens in zip(self._rows, sequences, strict=True):
             for token in tokens[len(row.tokens) :]:
                 row.push(token)
             row.finish("eos" if tokens and tokens[-1] in request.eos_token_ids else "length")
-        self._scores = [*chain.from_iterable(found.token_scores[:prompts])]
-        cache, unfed = self._cache(found)
-        words: Any = [row.text for row in self._rows] if self._has_text else None
+        self._scores = [*chain.from_iterable(best.token_scores[:prompts])]
+        cache, unfed = self._result_cache(best)
+        text: Any = [row.text for row in self._rows] if self._has_text else None
         result = GenerationResult(
-            words,
+            text,
             [row.tokens for row in self._rows],
             self._stats(),
             cache,
             unfed,
             None if request.logprobs is None else self._scores,
             guides=final_guides(self._session.lm, request, [row.tokens for row in self._rows]),
-            sequence_scores=[*chain.from_iterable(found.scores[:prompts])],
+            sequence_scores=[*chain.from_iterable(best.scores[:prompts])],
         )
         if request.padded:
             result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
-    def _cache(self, found: BestSequences) -> tuple[Any, list[list[int]]]:
-        """The cache with a row for each text, and what each lacks in it. Rows are those of beams
-        that went on to the end, taken back to what a text has in common with one."""
+    def _result_cache(self, best: BestSequences) -> tuple[Any, list[list[int]]]:
+        """A cache with one row for each sequence returned, and the tokens that each row lacks. A
+        row comes from the running beam that shares most with the sequence, rewound to that."""
         request, session = self._request, self._session
         live, count = live_sequences(self._history, self._state.count, self._beams)
-        beam, held, back = source_beams(live, count, found.known, found.before)
-        lacking = zip(self._rows, held.ravel(), strict=False)
-        unfed = [row.tokens[n:] for row, n in lacking]
+        beam, held, rewound = source_beams(live, count, best.known, best.before)
+        unfed = [row.tokens[length:] for row, length in zip(self._rows, held.ravel(), strict=False)]
         if request.prefix_cache is not None:
-            each = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
-            session.close([prompt + ids[ids >= 0].tolist() for prompt, ids in each])
+            rows = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
+            session.close([prompt + ids[ids >= 0].tolist() for prompt, ids in rows])
             return None, unfed
         cache: Any = session.cache
         rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
-        if cache is None or not self._search.keep(*rows_to_keep(rows, back, request)):
+        if cache is None or not self._search.keep(*rows_to_keep(rows, rewound, request)):
             return None, unfed
         return session.cache, unfed
 
     def _piece(self) -> Piece:
-        before, taken = [row.num_taken for row in self._rows], [row.take() for row in self._rows]
-        text: Any = [text for text, _ in taken] if self._has_text else None
+        starts = [row.num_taken for row in self._rows]
+        new = [row.take() for row in self._rows]
+        text: Any = [text for text, _ in new] if self._has_text else None
         scores = None
         if self._request.logprobs is not None:
-            each = zip(self._scores, before, self._rows, strict=True)
-            scores = [told[start : row.num_taken] for told, start, row in each]
-        return Piece(text, [tokens for _, tokens in taken], self._stats(), scores)
+            rows = zip(self._scores, starts, self._rows, strict=True)
+            scores = [row_scores[start : row.num_taken] for row_scores, start, row in rows]
+        return Piece(text, [tokens for _, tokens in new], self._stats(), scores)
 
     def _stats(self) -> GenerationStats:
-        prefill, decode, request = self._prefill_meter, self._decode_meter, self._request
-        steps = max(len(self._history) - 1, 0) * self._prompts
-        start = request.cache_lengths.tolist()
-        asked = zip(start, map(len, request.prompts), strict=True)
-        longest = max(held + new for held, new in asked) + len(self._history)
+        prefill, decode, request = self._prefill_timer, self._decode_timer, self._request
+        steps = max(len(self._history) - 1, 0) * self._num_prompts
+        lengths = zip(request.cache_lengths.tolist(), map(len, request.prompts), strict=True)
+        longest = max(held + new for held, new in lengths) + len(self._history)
         return GenerationStats(
             prompt_tokens=sum(map(len, request.encoder_tokens or request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),

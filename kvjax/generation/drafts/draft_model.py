@@ -126,7 +126,7 @@ def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
         raise ValueError(f"the draft {draft.source} is on other devices than the target model")
 
 
-def _devices(params: Any) -> set[jax.Device]:
+def _devices(params: Any) -> set[Any]:
     """The devices of those parameters that are arrays."""
     leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     return {device for x in leaves for device in x.devices()}
