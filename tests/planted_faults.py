@@ -81,8 +81,8 @@ FAULTS = (
     ),
     Fault(
         "an overflow sets no status", "cache/appending.py",
-        "status = cache.status | flag_where(count < asked, OVERFLOW)",
-        "status = cache.status | flag_where(count < asked, 0)", ("cache",),
+        "status = cache.status | flag_where(count < requested, OVERFLOW)",
+        "status = cache.status | flag_where(count < requested, 0)", ("cache",),
     ),
     Fault(
         "padding is written over what a row holds", "placement/writing.py",
@@ -209,13 +209,13 @@ FAULTS = (
     ),
     Fault(
         "a table that names no page sets no status", "cache/appending.py",
-        "wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, BAD_PAGE)",
-        "wrong = flag_where(~had, OUT_OF_PAGES) | flag_where(astray, 0)", ("pages",),
+        "wrong = flag_where(~granted, OUT_OF_PAGES) | flag_where(invalid, BAD_PAGE)",
+        "wrong = flag_where(~granted, OUT_OF_PAGES) | flag_where(invalid, 0)", ("pages",),
     ),
     Fault(
         "a row without pages takes its tokens", "cache/appending.py",
-        "count = jnp.where(had, asked, 0)",
-        "count = jnp.where(had, asked, asked)", ("pages",),
+        "count = jnp.where(granted, requested, 0)",
+        "count = jnp.where(granted, requested, requested)", ("pages",),
     ),
     Fault(
         "pages are read in the order of the pool", "placement/pages.py",

@@ -164,7 +164,7 @@ def test_wrong_moves_are_refused():
             kvjax.migrate(cache, wrong)
     with pytest.raises(ValueError, match="layers must be a list of integers, got 0"):
         kvjax.migrate(cache, kvjax.Host(), layers=0)
-    with pytest.raises(ValueError, match="takes a KVCache, as of init_cache, not a str"):
+    with pytest.raises(ValueError, match="takes a KVCache, see init_cache, not a str"):
         kvjax.make_room("x", 5)
     with pytest.raises(ValueError, match="can't run inside jit"):
         jax.jit(lambda c: kvjax.migrate(c, kvjax.Host()))(cache)

@@ -315,7 +315,7 @@ def test_a_table_that_names_no_page_writes_nowhere():
         broken = dataclasses.replace(cache, pools=(dataclasses.replace(pool, table=table),))
         _, after = laws.step(broken, np.array([20] * 3), np.array([4, 4, 0]), 16, TEXT)
         assert np.asarray(after.status).tolist() == [0, BAD_PAGE, 0]
-        with pytest.raises(ValueError, match=r"tables of row\(s\) 1 name pages that the pool"):
+        with pytest.raises(ValueError, match=r"tables of row\(s\) 1 refer to pages outside"):
             kvjax.check(after)
         changed = np.asarray(after.layers[0].keys != cache.layers[0].keys).any((1, 2, 3))
         assert np.flatnonzero(changed).tolist() == [int(pool.table[0, 1])]

@@ -245,7 +245,7 @@ def test_shapes_are_copied_as_they_are():
     shapes = jax.eval_shape(lambda: kvjax.init_cache(MODEL.config, "static", batch=2, max_len=8))
     assert copy.deepcopy(shapes) == pickle.loads(pickle.dumps(shapes)) == shapes
     with pytest.raises(
-        ValueError, match=r"of shapes alone: jax\.eval_shape\(kvjax\.fork, \.\.\.\)"
+        ValueError, match=r"of shapes only: use jax\.eval_shape\(kvjax\.fork, \.\.\.\)"
     ):
         kvjax.fork(shapes)
     lists = jax.tree.map(lambda x: x.tolist(), kvjax.init_cache(MODEL.config, max_len=8))
@@ -274,10 +274,10 @@ def test_arrays_that_are_not_those_of_the_policy():
     with pytest.raises(ValueError, match=r"values of layer 1 are float32\[2, 2, 4, 8\], and its"):
         kvjax.select(broken, [0])
     halves = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim == 4 else x, cache)
-    with pytest.raises(ValueError, match=r"keys of layer 0 are bfloat16.*policy says float32"):
+    with pytest.raises(ValueError, match=r"keys of layer 0 are bfloat16.*policy needs float32"):
         kvjax.append(halves, 0, KEYS[:, :, :1], VALUES[:, :, :1])
     for wrong in (None, MODEL, cache.layers[0]):
-        with pytest.raises(ValueError, match=r"kvjax\.fork takes a KVCache, as of init_cache"):
+        with pytest.raises(ValueError, match=r"kvjax\.fork takes a KVCache, see init_cache"):
             kvjax.fork(wrong)
 
 

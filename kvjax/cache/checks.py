@@ -28,19 +28,20 @@ def validated(
     between: bool = True,
     outside: bool = False,
 ) -> KVCache:
-    """The cache that ``what`` was given, with every array where its policies say: NumPy's, and
-    those that came back from a file in another kind of memory, are put there.
+    """Check the cache that a function received, and put every array where its policy places it.
+
+    NumPy arrays, and arrays in another kind of memory, are moved.
 
     Args:
-      what: the function's name, for its errors.
-      cache: what it was given.
-      layer: the only layer of the model that it looks at; None for all.
-      between: whether no call may have begun.
-      outside: whether the function must look at the numbers.
+      what: the function's name, for error messages.
+      cache: the argument.
+      layer: the only layer that the function reads; None for all.
+      between: whether the function needs a cache without a pending append.
+      outside: whether the function needs concrete arrays.
 
     Raises:
-      ValueError: if it is no cache, its arrays were used up or are not those of its policies, a
-        call has begun, or it is traced where it must not be.
+      ValueError: if ``cache`` is not a cache, its arrays were donated or do not fit its policies,
+        an append is pending, or it is traced although it must not be.
     """
     check_cache(what, cache)
     entries, seen = range(len(cache.layers)), cache
@@ -54,24 +55,24 @@ def validated(
     if between and (pending := cache.pending) is not None:
         raise ValueError(
             f"{what}: a call has begun, and its {pending.new} token(s) a row do not count yet: "
-            f"kvjax.advance(cache, {pending.new}) first, when all layers have them"
+            f"append them to all layers, then call kvjax.advance(cache, {pending.new}) first"
         )
     return _in_place(what, cache, entries)
 
 
 def check_cache(what: str, cache: Any) -> None:
-    """Raise ``ValueError`` for what is none."""
+    """Raise ``ValueError`` if ``cache`` is not a `KVCache`."""
     if not isinstance(cache, KVCache):
-        raise ValueError(f"{what} takes a KVCache, as of init_cache, not a {type(cache).__name__}")
+        raise ValueError(f"{what} takes a KVCache, see init_cache, not a {type(cache).__name__}")
 
 
 def check_arrays(what: str, cache: Any) -> None:
-    """``check_cache``, and a ``ValueError`` where its arrays are none, or are used up."""
+    """``check_cache``, and raise ``ValueError`` if its leaves are not arrays or were donated."""
     check_cache(what, cache)
     for x in jax.tree.leaves(cache):
         if isinstance(x, jax.ShapeDtypeStruct):
             raise ValueError(
-                f"{what}: the cache is of shapes alone: jax.eval_shape({what}, ...) goes on with it"
+                f"{what}: the cache consists of shapes only: use jax.eval_shape({what}, ...)"
             )
         if not isinstance(x, jax.Array | np.ndarray):
             raise ValueError(f"{what}: the cache has a {type(x).__name__} in place of an array")
@@ -79,82 +80,81 @@ def check_arrays(what: str, cache: Any) -> None:
 
 
 def _check_shapes(what: str, cache: KVCache, entries: Iterable[int]) -> None:
-    """Raise ``ValueError`` for arrays that are not those of a cache."""
+    """Raise ``ValueError`` for arrays whose shapes or dtypes do not fit the policies."""
     rows, layers = cache.length.shape, len(cache.layers)
     if len(rows) != 1:
         raise ValueError(
-            f"{what}: length is {list(rows)}, not [batch]: jax.vmap is over whole caches that were "
-            "stacked, each with its rows"
+            f"{what}: length is {list(rows)}, not [batch]: jax.vmap maps over whole caches, each "
+            "with rows of its own"
         )
     check_not_symbolic(f"{what}: the rows of a cache", rows)
     shapes = {"length": rows, "written": (*rows, layers), "status": rows}
-    for name, wanted in shapes.items():
-        found = getattr(cache, name)
-        if found.shape != wanted or found.dtype != jnp.int32:
+    for name, shape in shapes.items():
+        x = getattr(cache, name)
+        if x.shape != shape or x.dtype != jnp.int32:
             raise ValueError(
-                f"{what}: {name} is {found.dtype}{list(found.shape)}, and must be "
-                f"int32{list(wanted)}"
+                f"{what}: {name} is {x.dtype}{list(x.shape)}, but must be int32{list(shape)}"
             )
     _check_pools(what, cache)
     for entry in entries:
-        held = cache.layers[entry]
-        wanted = layer_shapes(held.policy, cache.batch, held.kv_heads, held.head_dim, held.stack)
+        x = cache.layers[entry]
+        expected = layer_shapes(x.policy, cache.batch, x.kv_heads, x.head_dim, x.stack)
         for part in ("keys", "values", "tail", "low"):
-            found, expected = _shapes(held, part), _shapes(wanted, part)
-            if found != expected:
+            actual, required = _describe(x, part), _describe(expected, part)
+            if actual != required:
                 raise ValueError(
-                    f"{what}: {part} of layer {entry} are {found}, and its policy says {expected}"
+                    f"{what}: {part} of layer {entry} are {actual}, but its policy needs {required}"
                 )
 
 
 def _check_pools(what: str, cache: KVCache) -> None:
-    """Raise ``ValueError`` for pools that are not those of the layers' pages."""
+    """Raise ``ValueError`` for pools that do not fit the policies."""
     page_groups = cache.page_groups
     if len(page_groups) != len(cache.pools):
         raise ValueError(
-            f"{what}: the cache has {len(cache.pools)} pool(s) of pages, and its policies say "
+            f"{what}: the cache has {len(cache.pools)} pool(s) of pages, but its policies need "
             f"{len(page_groups)}"
         )
-    for page_group, pool in zip(page_groups, cache.pools, strict=True):
-        wanted = (cache.batch, page_group.layout.columns), page_group.layout.pool
-        if (found := (pool.table.shape, pool.pages)) != wanted:
+    for group, pool in zip(page_groups, cache.pools, strict=True):
+        shape, pages = (cache.batch, group.layout.columns), group.layout.pool
+        if (pool.table.shape, pool.pages) != (shape, pages):
             raise ValueError(
-                f"{what}: a table and a pool of {found[0]} and {found[1]} pages, and its policy "
-                f"says {wanted[0]} and {wanted[1]}"
+                f"{what}: a page table is {list(pool.table.shape)} and its pool has {pool.pages} "
+                f"pages, but the policy needs {list(shape)} and {pages}"
             )
 
 
-def _shapes(held: LayerCache, part: str) -> str:
-    """The arrays of a part of a layer, in words."""
-    arrays = jax.tree.leaves(getattr(held, part))
+def _describe(layer_cache: LayerCache, part: str) -> str:
+    """Dtypes and shapes of a part of a layer, for error messages."""
+    arrays = jax.tree.leaves(getattr(layer_cache, part))
     return " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays) or "none"
 
 
 def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
-    """With NumPy's arrays, and those of another kind of memory, where they belong."""
+    """Put NumPy arrays, and arrays in another kind of memory, where the policies place them."""
     rows = cache.length, cache.written, cache.status, cache.pools
     layers = list(cache.layers)
-    away = [entry for entry in entries if not layers[entry].in_place]
-    if not away and all(isinstance(x, jax.Array) for x in jax.tree.leaves(rows)):
+    misplaced = [entry for entry in entries if not layers[entry].in_place]
+    if not misplaced and all(isinstance(x, jax.Array) for x in jax.tree.leaves(rows)):
         return cache
     arrays = [x for x in jax.tree.leaves(cache) if isinstance(x, jax.Array)]
     traced = any(is_traced(x) for x in arrays)
-    if traced and not away:
+    if traced and not misplaced:
         length, written, status, pools = jax.tree.map(jnp.asarray, rows)
         return replace(cache, length=length, written=written, status=status, pools=pools)
     if traced:
         raise ValueError(
-            f"{what}: not all arrays of the cache are in the memory that its policies say: "
-            "kvjax.fork(cache), outside jit, brings them there"
+            f"{what}: some arrays of the cache are not in the kind of memory of their policies: "
+            "call kvjax.fork(cache) outside jit, which moves them there"
         )
     with on_device_of(arrays[0]) if arrays else nullcontext():
         length, written, status, pools = layers[0].policy.placement.put(rows)
-        for entry in away:
+        for entry in misplaced:
             layers[entry] = layers[entry].placed()
-    there = replace(
+    placed = replace(
         cache, layers=tuple(layers), length=length, written=written, status=status, pools=pools
     )
-    return commit_together(there)
+    return commit_together(placed)
 
 
 (
@@ -171,52 +171,52 @@ def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
     BAD_PAGE,
     MISSED_LAYER,
 ) = (1 << bit for bit in range(12))
-"""Bits of ``KVCache.status``; ``LOST``: the cache was converted to a layout that keeps tokens that
-it did not hold. ``BAD_PAGE``: a table names a page that is none. ``MISSED_LAYER``: a call did not
-give every layer of a stack its tokens once."""
+"""Bits of ``KVCache.status``. ``LOST``: the cache was converted to a layout that needs tokens that
+it did not hold. ``BAD_PAGE``: a table has a number that is not a page. ``MISSED_LAYER``: a call did
+not append to every layer of a stack exactly once."""
 
 _ERRORS: dict[type[Exception], dict[int, str]] = {
     CacheOverflowError: {
         OVERFLOW: (
-            "the cache holds {cache.max_len} tokens a row, and row(s) {rows} were given more than "
-            "there was room for: those calls' tokens were dropped; {way}"
+            "the cache holds {cache.max_len} tokens a row, and row(s) {rows} were given more: the "
+            "tokens of those calls were dropped; {way}"
         ),
         OUT_OF_PAGES: (
-            "the pool has no pages left for row(s) {rows}: what they were given was dropped; give "
-            "the policy more pages, or others' back (kvjax.reset, kvjax.rewind, kvjax.select)"
+            "the pool has no pages left for row(s) {rows}: the tokens of those calls were dropped; "
+            "give the policy more pages, or free some (kvjax.reset, kvjax.rewind, kvjax.select)"
         ),
     },
     ValueError: {
         REWOUND_TOO_FAR: (
-            "row(s) {rows} were to forget more tokens than kvjax.rewindable says they can, and "
-            "were left as they are"
+            "row(s) {rows} were to forget more tokens than kvjax.rewindable allows, and are "
+            "unchanged"
         ),
-        LOST: "row(s) {rows} had forgotten tokens that the layout they were converted to keeps",
-        NO_SUCH_ROW: "row(s) {rows} were selected by a number that is no row's",
+        LOST: "row(s) {rows} had forgotten tokens that the layout they were converted to needs",
+        NO_SUCH_ROW: "row(s) {rows} were selected by numbers of rows that do not exist",
         BAD_LENGTHS: "lengths of row(s) {rows} was negative or above the tokens of its call",
         BAD_PAGE: (
-            "the tables of row(s) {rows} name pages that the pool has not: what was to be written "
-            "there was dropped"
+            "the tables of row(s) {rows} refer to pages outside the pool: tokens for those pages "
+            "were dropped"
         ),
         MISSED_LAYER: (
-            "a call of row(s) {rows} gave some layer of a stack its tokens more than once, or "
-            "never: a scan goes over each layer's number, 0 the first, once"
+            "a call appended to some layer of a stack more than once, or never (row(s) {rows}): "
+            "scan over each layer's number, from 0, once"
         ),
         NO_SUCH_TOKEN: "row(s) {rows} were given a token id that is not in the vocabulary",
         OUT_OF_STEP: (
             "append or advance was given other lengths of row(s) {rows} than the first append of "
-            "its call, by which they went"
+            "its call, whose lengths were used"
         ),
     },
     NonFiniteError: {
         BAD_NUMBERS: (
-            "keys or values of row(s) {rows} are not finite numbers: a quantized cache can't hold "
-            "them"
+            "keys or values of row(s) {rows} are not finite numbers, which a quantized cache can't "
+            "hold"
         ),
         NON_FINITE: "the logits of row(s) {rows} are not finite numbers",
     },
 }
-"""What ``check`` raises, the first one first."""
+"""The errors that ``check`` raises, in this order."""
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
@@ -225,19 +225,19 @@ def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
 
 
 def note_tokens(cache: KVCache, rows: Array) -> KVCache:
-    """Record that ``rows``, bool[batch], were given tokens that the vocabulary has not."""
+    """Record that ``rows``, bool[batch], were given tokens outside the vocabulary."""
     return replace(cache, status=cache.status | flag_where(rows, NO_SUCH_TOKEN))
 
 
 def check(cache: KVCache) -> None:
-    """Raise what traced steps could only record.
+    """Raise the errors that traced steps could only record.
 
     Raises:
       CacheOverflowError: if a row was given more tokens than it can hold.
-      NonFiniteError: if the model gave logits that are not finite, or keys or values that are
-        not to a quantized cache.
-      ValueError: if what was traced was wrong: ``lengths``, a token, a row's number, tokens to
-        forget, what a conversion was to keep; inside ``jit``.
+      NonFiniteError: if logits, or keys or values for a quantized cache, were not finite.
+      ValueError: if a traced argument was wrong: ``lengths``, a token, a row's number, a number of
+        tokens to forget, or a conversion that needs tokens that the cache did not hold. Also if
+        called inside ``jit``.
     """
     check_arrays("kvjax.check", cache)
     check_not_traced("kvjax.check", cache.status)
@@ -245,16 +245,17 @@ def check(cache: KVCache) -> None:
     grows = cache.grows_to is not None and cache.max_len < cache.grows_to
     limit = "rotary_len" if cache.max_len == cache.positions == cache.rotary_len else "max_len"
     way = "kvjax.grow it before the step" if grows else f"start with a larger {limit}"
-    for error, words in _ERRORS.items():
-        for bit, sentence in words.items():
+    for error, messages in _ERRORS.items():
+        for bit, message in messages.items():
             if np.any(status & bit):
                 rows = ", ".join(str(row) for row in np.flatnonzero(status & bit))
-                raise error(sentence.format(cache=cache, rows=rows, way=way))
+                raise error(message.format(cache=cache, rows=rows, way=way))
 
 
 @automatic_axes
 def clear_status(cache: KVCache) -> KVCache:
-    """The cache without what ``check`` would raise: when the reason has been dealt with."""
+    """The cache with its status cleared, so that ``check`` raises nothing; call it once the cause
+    has been handled."""
     check_arrays("kvjax.clear_status", cache)
     status = jnp.zeros_like(cache.status)
     if cache.spread is not None:

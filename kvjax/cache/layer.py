@@ -22,9 +22,9 @@ from kvjax.policies.cache_policy import CachePolicy
 
 @pytree_dataclass
 class Tail:
-    """The newest tokens of a layer, as ``Raw`` stores them: [batch, kv_heads, slots, head_dim].
+    """The newest tokens of a layer, stored raw: [batch, kv_heads, slots, head_dim].
 
-    Keys are rotated, or not, as the body's codec wants them.
+    Keys are unrotated if the body's codec is ``before_rotary``, else rotated.
     """
 
     keys: Array
@@ -33,9 +33,9 @@ class Tail:
 
 @pytree_dataclass
 class Strip:
-    """What queries of a call that is longer than a block see raw, between ``append`` and
-    ``advance``: the tail as it was before, and the call's own keys and values, as the tail stores
-    them."""
+    """What the queries of a call of more than one block see raw, between ``append`` and
+    ``advance``: the tail as it was before the call, and the keys and values of the call, stored as
+    in the tail."""
 
     tail: Tail
     keys: Array
@@ -43,22 +43,28 @@ class Strip:
 
 
 Body = tuple[Store, Store]
-"""What the codecs keep of the body's keys and values."""
+"""The stored keys and the stored values of a body."""
 
 
 @pytree_dataclass
 class LayerCache:
-    """Keys and values of one layer, as their codecs store them, and the policy they follow: codes,
-    or, on CPUs before JAX 0.11, the bits of 16-bit floats. Users see numbers by ``kvjax.read``.
+    """The stored keys and values of one layer, or of a stack of layers, and their policy.
 
-    With ``Raw`` codecs both are arrays [batch, kv_heads, slots, head_dim]. With codecs of whole
-    blocks they are the body, of [batch, kv_heads, blocks, block, head_dim], which a device keeps in
-    the order that ``orders`` says, and ``tail`` has the newest tokens; ``strip`` is there between
-    ``append`` and ``advance`` alone, and ``low``, int32[batch], is the first position that a
-    conversion left behind the sinks. ``fetched`` is the body on the device, where a placement
-    fetches it ahead, within a call. ``window`` is the layer's own, from the model's config.
-    ``stack``: of so many layers that are alike it has the arrays in one, [layers, ...] of each; but
-    ``strip``, which is of one layer, ``strip_of``, int32[].
+    ``keys``, ``values``: as the codecs store them; ``kvjax.read`` returns them as numbers. With
+    ``Raw`` codecs and no tail, arrays [batch, kv_heads, slots, head_dim] (on CPUs before JAX 0.11,
+    the bits of 16-bit floats). With a tail, the body: [batch, kv_heads, blocks, block, head_dim],
+    which devices keep in the order ``orders``. If slots are in pages, the pool's pages take the
+    place of the rows.
+
+    ``window``: the layer's own window, from the model's config.
+
+    ``tail``: the newest tokens; None if the policy has no tail. ``strip``: between ``append`` and
+    ``advance`` only, after a call of more than one block. ``low``: int32[batch], the first
+    position, sinks aside, that a conversion could supply. ``fetched``: within a call, the body on
+    the device, if the placement prefetches it.
+
+    ``stack``: the number of layers if this is a stack of equal layers: all arrays are [layers,
+    ...], except ``strip``, which belongs to the layer ``strip_of``, int32[].
     """
 
     keys: Any
@@ -75,7 +81,8 @@ class LayerCache:
     strip_of: Scalar | None = None
 
     def __setstate__(self, fields: dict[str, Any]) -> None:
-        """From a pickle, which knows no kinds of memory: the body goes to where the policy says."""
+        """Restore from a pickle, and move the body to where the policy places it: pickles do not
+        record kinds of memory."""
         self.__dict__.update(fields)
         arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self))
         if arrays and not self.in_place:
@@ -83,14 +90,15 @@ class LayerCache:
 
     @property
     def in_place(self) -> bool:
-        """Whether all arrays are JAX's, and the body is in its kind of memory."""
+        """Whether all arrays are JAX arrays, and the body is in the kind of memory of its
+        policy."""
         space, body = self.policy.placement.space, jax.tree.leaves((self.keys, self.values))
         arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self))
         return arrays and all(jax.typeof(x).memory_space == space for x in body)
 
     @property
     def orders(self) -> tuple[Any, Any]:
-        """In which order keys and values are kept."""
+        """The orders in which the arrays of keys and of values are kept."""
         return self.policy.orders(self.kv_heads, self.head_dim)
 
     @property
@@ -99,16 +107,16 @@ class LayerCache:
         return jax.tree.leaves(self.keys)[0].shape[0 if self.stack is None else 1]
 
     def copy(self) -> "LayerCache":
-        """With arrays of its own."""
+        """A copy of all arrays."""
         return self.map_arrays(jnp.copy)
 
     def take_rows(self, rows: Array) -> "LayerCache":
-        """The layer of rows int[n], the nearest one where there is none; pages stay as they are."""
-        return self._of_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
+        """The rows ``rows``, int[n], clipped to those that exist. Pages are unchanged."""
+        return self._map_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def set_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
-        """The layer, in which rows int[n] are those of ``others``; what is behind the last row is
-        none. Pages are as ``others`` have them."""
+        """Replace rows ``rows``, int[n], by those of ``others``; out-of-range rows are ignored.
+        Pages are taken from ``others``."""
 
         def into(mine: Any, new: Any) -> Any:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), mine, new)
@@ -120,11 +128,11 @@ class LayerCache:
         return replace(self, keys=others.keys, values=others.values, tail=tail, low=low)
 
     def repeat_rows(self, times: int) -> "LayerCache":
-        """Every row ``times`` times; pages stay where they are."""
-        return self._of_rows(lambda x: jnp.repeat(x, times, axis=0))
+        """Each row ``times`` times. Pages are unchanged."""
+        return self._map_rows(lambda x: jnp.repeat(x, times, axis=0))
 
-    def _of_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
-        """The same for every array that has rows."""
+    def _map_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
+        """``change`` of every array that has rows."""
         if self.policy.page_group is None:
             return self.map_arrays(change)
         tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
@@ -133,12 +141,12 @@ class LayerCache:
         return replace(self, tail=tail, strip=strip, low=low)
 
     def concatenate(self, others: Sequence["LayerCache"]) -> "LayerCache":
-        """The rows of this layer, and behind them those of others of the same policy; or the pages
-        of all pools."""
+        """The rows, or the pages, of this layer followed by those of others with the same
+        policy."""
         return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
-        """The same for every array; a body that is kept elsewhere comes near for it."""
+        """``change`` of every array, along with those of ``others``, computed on the device."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
         if placement.spread is not None:
@@ -146,12 +154,12 @@ class LayerCache:
         return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))
 
     def near(self) -> "LayerCache":
-        """With the body on the device, to compute with all of it."""
+        """With the whole body in device memory."""
         placement = self.policy.placement
         return replace(self, keys=placement.near(self.keys), values=placement.near(self.values))
 
     def placed(self) -> "LayerCache":
-        """With every array where the policy says."""
+        """With every array where the policy places it."""
         placement = self.policy.placement
         if (spread := placement.spread) is not None:
             specs, kind = self.partition_specs(), placement.memory_kind
@@ -163,7 +171,7 @@ class LayerCache:
         return replace(self, keys=body[0], values=body[1], tail=rest[0], low=rest[1])
 
     def partition_specs(self) -> "LayerCache":
-        """How each array is spread over the mesh."""
+        """The ``PartitionSpec`` of each array, for a layer on a mesh."""
         spread = self.policy.placement.spread
         assert spread is not None
 
@@ -180,27 +188,35 @@ class LayerCache:
             own = jax.tree.map(lambda spec: PartitionSpec(None, *spec), own)
         keys, values, tail, low = own
         return replace(
-            self, keys=keys, values=values, tail=tail, low=low,
+            self,
+            keys=keys,
+            values=values,
+            tail=tail,
+            low=low,
             strip=each(self.strip, spread.token_spec),
             strip_of=None if self.strip_of is None else PartitionSpec(),
             fetched=None if self.fetched is None else bodies,
-        )  # fmt: skip
+        )
 
 
 @functools.lru_cache(maxsize=1024)
 def layer_shapes(
     policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, stack: int | None = None
 ) -> LayerCache:
-    """The arrays of an empty layer, or of a stack, as shapes."""
+    """An empty layer, or a stack, as shapes."""
     make = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, None, stack)
     return jax.eval_shape(make)
 
 
 def empty_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None,
+    policy: CachePolicy,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
     stack: int | None = None,
-) -> LayerCache:  # fmt: skip
-    """A layer that holds nothing, or a stack of so many."""
+) -> LayerCache:
+    """An empty layer, or a stack of ``stack`` empty layers."""
     if stack is not None:
         one = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, window)
         return replace(jax.vmap(lambda _: one())(jnp.arange(stack, dtype=jnp.int32)), stack=stack)
@@ -223,44 +239,45 @@ def empty_layer(
 _T = TypeVar("_T")
 
 
-def unstacked(held: LayerCache, index: Array) -> LayerCache:
-    """A layer of a stack, int32[], whose arrays stay among those of the others.
+def unstacked(stack: LayerCache, index: Array) -> LayerCache:
+    """Layer ``index``, int32[], of a stack. Its body and tail remain arrays of all layers.
 
-    Not as rows one behind the other: where a stack or a batch is of one, a compiler might take that
-    for another order of axes, or write what is read and what is kept each on its own, and copy all
-    of it.
+    They are not reshaped to rows of all layers: if a stack or a batch has size 1, a compiler may
+    take that for another order of axes, or store reads and writes separately, and copy everything.
     """
-    return replace(held, low=index_stack(held.low, index), stack=None)
+    return replace(stack, low=index_stack(stack.low, index), stack=None)
 
 
-def check_strip(held: LayerCache, index: Array, new: int) -> Array | None:
-    """Whether what queries of a call of ``new`` tokens see raw is of this layer of a stack, bool[]:
-    the stack has that of the last one appended to. None for a call that is not so long.
+def check_strip(stack: LayerCache, index: Array, new: int) -> Array | None:
+    """bool[]: whether the strip of a stack belongs to layer ``index``.
+
+    A stack keeps the strip of the layer that was appended to last. None if a call of ``new`` tokens
+    needs no strip.
 
     Raises:
-      ValueError: if it is seen not to be.
+      ValueError: if it does not, and nothing is traced.
     """
-    if held.tail is None or new <= held.policy.split.block:
+    if stack.tail is None or new <= stack.policy.split.block:
         return None
-    same = None if held.strip_of is None else held.strip_of == index
+    same = None if stack.strip_of is None else stack.strip_of == index
     if same is None or not (is_traced(same) or bool(fetch(same))):
         raise ValueError(
-            f"a call of {new} tokens, more than a block: a stack has what is seen raw of it for "
-            "its last layer alone, so attend to a layer, or read it, right behind its own append "
-            "(call.attend of kvjax.step does both, once)"
+            f"a call of {new} tokens, more than a block: a stack keeps the raw tokens of such a "
+            "call for the last layer only, so attend to a layer, or read it, right after its "
+            "append (call.attend of kvjax.step does both)"
         )
     return same
 
 
 def index_stack(arrays: _T, index: Array | None) -> _T:
-    """Arrays [layers, ...] of one layer, sliced out; without an index they are of one."""
+    """Slice one layer out of arrays [layers, ...]; without an index return them unchanged."""
     if index is None:
         return arrays
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), arrays)
 
 
 def update_stack(arrays: _T, new: _T, index: Array | None) -> _T:
-    """With new ones of a layer, in place."""
+    """Write one layer of arrays [layers, ...] in place; without an index return ``new``."""
     if index is None:
         return new
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), arrays, new)
