@@ -294,7 +294,7 @@ NEOX = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vo
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_local_experts": 8}, "the config has num_local_experts: such a model can't be"),
+        ({"num_local_experts": 8}, "the config has num_local_experts: the shape alone"),
         ({"kv_lora_rank": 512}, "the config has kv_lora_rank"),
         ({"hidden_size": "a"}, "hidden_size must be an integer"),
         ({"num_attention_heads": 0}, "num_attention_heads must be an integer >= 1"),
@@ -302,7 +302,10 @@ NEOX = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vo
         ({"num_hidden_layers": 2.5}, "num_hidden_layers must be an integer"),
         ({"num_key_value_heads": [1, 2]}, "num_key_value_heads must be an integer"),
         ({"vocab_size": -4}, "vocab_size must be an integer >= 1"),
-        ({"dtype": "foo"}, "the config's dtype is 'foo': there are bfloat16"),
+        (
+            {"dtype": "foo"},
+            "the config's dtype must be one of bfloat16, float16, float32, got 'foo'",
+        ),
     ],
 )
 def test_odd_configs_are_refused(changed, message):

@@ -1,4 +1,4 @@
-"""A decoder by its numbers alone: for planning, where kvjax does not run the model itself."""
+"""Decoders as numbers, to plan for models that kvjax can't run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,22 +16,22 @@ from kvjax.core.validation import as_int, as_optional_int
 from kvjax.policies.model_config import layer_windows
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_PLAIN = (
+_UNGATED = (
     "gpt2", "gpt_neox", "gpt_neo", "gptj", "gpt_bigcode", "codegen", "opt", "bloom", "falcon",
     "mpt", "phi", "starcoder2", "xglm",
 )  # fmt: skip
-"""Families whose feed-forward part has two matrices, where a config does not say what it does."""
-_OTHER_KINDS = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
+"""Families with two feed-forward matrices, if the config does not name an activation."""
+_UNSUPPORTED = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora_rank")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder by its numbers alone, for models that kvjax does not run.
+    """A decoder as numbers, to plan for models that kvjax can't run.
 
-    ``gated``: whether the feed-forward part has three matrices and not two; ``tied``: whether the
-    head is the embedding; ``learned_positions``: rows of a position embedding, 0 for none;
-    ``context``: tokens of the texts that it was trained on, where known; ``windows``: one a layer,
-    None where it sees everything, and None for none.
+    ``gated``: whether the feed-forward part has three matrices instead of two. ``tied``: whether
+    the head is the token embedding. ``learned_positions``: rows of a position embedding, or 0.
+    ``context``: training length, if known. ``windows``: one per layer, None for full attention;
+    None if no layer has a window.
     """
 
     num_hidden_layers: int
@@ -48,27 +48,27 @@ class ModelShape:
     context: int | None = None
     windows: tuple[int | None, ...] | None = None
 
-    apply = None  # it has no weights
+    apply = None  # there are no weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """From a ``config.json`` of Transformers, of any family that has the usual names, or of the
-        text part that it names.
+        """Read a ``config.json`` of Transformers, of any family with the usual names.
+
+        If it has a ``text_config``, that part is used.
 
         Raises:
-          ValueError: if a name is missing, a value is not what it should be, or the config is of a
-            kind whose bytes the usual names do not tell (mixtures of experts, latent attention,
-            layers that differ).
+          ValueError: if a name is missing or has a wrong value, or if the usual names do not
+            determine the bytes (mixtures of experts, latent attention, layers of different shapes).
         """
         if isinstance(text := config.get("text_config"), Mapping):
             config = {**config, **text}
-        for name in _OTHER_KINDS:
+        for name in _UNSUPPORTED:
             if config.get(name) not in (None, 0, 1):
                 raise ValueError(
-                    f"the config has {name}: such a model can't be planned for by its shape"
+                    f"the config has {name}: the shape alone does not determine its bytes"
                 )
 
-        def of(*names: str, default: int | None = None) -> int:
+        def get(*names: str, default: int | None = None) -> int:
             for name in names:
                 if config.get(name) is not None:
                     return as_int(name, config[name], 1)
@@ -76,53 +76,55 @@ class ModelShape:
                 raise ValueError(f"the config has no {' or '.join(names)}")
             return default
 
-        hidden, heads = of("hidden_size", "n_embd"), of("num_attention_heads", "n_head")
+        hidden, heads = get("hidden_size", "n_embd"), get("num_attention_heads", "n_head")
         family = str(config.get("model_type", ""))
         names = ("hidden_activation", "hidden_act", "activation_function")
-        plain = "gelu" if family in _PLAIN else "silu"
-        activation = next((str(config[name]) for name in names if config.get(name)), plain)
+        usual = "gelu" if family in _UNGATED else "silu"
+        activation = next((str(config[name]) for name in names if config.get(name)), usual)
         dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
         dtype = dtype.removeprefix("torch.")
-        # Weights of float64 are read as float32.
+        # float64 weights are loaded as float32.
         dtype = {"auto": "bfloat16", "float64": "float32"}.get(dtype, dtype)
         if dtype not in _DTYPES:
-            raise ValueError(f"the config's dtype is {dtype!r}: there are {', '.join(_DTYPES)}")
-        # What a config leaves out is the family's default.
+            raise ValueError(
+                f"the config's dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}"
+            )
+        # A missing value means the family's default.
         tied = config.get("tie_word_embeddings", family.startswith(("gpt2", "gemma")))
-        layers = of("num_hidden_layers", "n_layer")
-        windows = layer_windows(_sights(config, family, layers))
+        layers = get("num_hidden_layers", "n_layer")
+        windows = layer_windows(_window_settings(config, family, layers))
         return cls(
             num_hidden_layers=layers,
             hidden_size=hidden,
-            intermediate_size=of("intermediate_size", "n_inner", default=4 * hidden),
+            intermediate_size=get("intermediate_size", "n_inner", default=4 * hidden),
             num_attention_heads=heads,
-            num_key_value_heads=of("num_key_value_heads", default=heads),
-            head_dim=of("head_dim", default=max(hidden // heads, 1)),
-            vocab_size=of("vocab_size"),
+            num_key_value_heads=get("num_key_value_heads", default=heads),
+            head_dim=get("head_dim", default=max(hidden // heads, 1)),
+            vocab_size=get("vocab_size"),
             dtype=dtype,
             gated=activation in ("silu", "swiglu") or family.startswith("gemma"),
             tied=bool(tied),
-            learned_positions=of("n_positions", default=0),
-            context=of("max_position_embeddings", "n_positions", default=0) or None,
+            learned_positions=get("n_positions", default=0),
+            context=get("max_position_embeddings", "n_positions", default=0) or None,
             windows=windows if any(windows) else None,
         )
 
     @property
     def config(self) -> "ModelShape":
-        """Itself: it has what a cache asks of a config."""
+        """The shape itself, which has the attributes of a config."""
         return self
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model has."""
+        """Number of learned positions, or None."""
         return self.learned_positions or None
 
     def param_shardings(self, mesh: Any) -> NoReturn:
-        """Raise ``ValueError``: which device has which part of a weight, a shape does not say."""
-        raise ValueError("a mesh is planned for a model that kvjax runs, not for a shape alone")
+        """Raise ``ValueError``, because a shape does not determine how weights are sharded."""
+        raise ValueError("plans for a mesh need a model that kvjax can run, not only a ModelShape")
 
     def abstract_params(self) -> dict[str, Any]:
-        """The matrices; biases and norms are left out (less than a thousandth)."""
+        """The matrices; biases and norms, less than 0.1 % of the parameters, are left out."""
 
         def matrix(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
@@ -147,22 +149,24 @@ class ModelShape:
     def forward(
         self, params: dict[str, Any], tokens: Any, cache: KVCache, *, last_only: bool = True
     ) -> tuple[Any, KVCache]:
-        """A decoder of this shape, to be compiled: its products, and a cache with attention over
-        it. What costs less than a thousandth is left out: biases, positions, weights of norms.
+        """A decoder of this shape: its matrix products, and attention over the cache.
+
+        It serves to compile programs for planning. Biases, positions and the weights of norms, less
+        than 0.1 % of the cost, are left out.
 
         Args:
-          params: as of ``abstract_params``.
+          params: as ``abstract_params``.
           tokens: int32[batch, new].
           cache: the cache.
-          last_only: logits of the last token alone, as prompts need them.
+          last_only: compute the logits of the last token only, as for prompts.
         """
 
-        def normed(x: Any) -> Any:
+        def norm(x: Any) -> Any:
             wide = x.astype(jnp.float32)
             size = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
             return (wide * jax.lax.rsqrt(size + 1e-6)).astype(x.dtype)
 
-        def times(x: Any, weight: Any) -> Any:
+        def project(x: Any, weight: Any) -> Any:
             return contract_last(x, weight).astype(x.dtype)
 
         def split(x: Any, heads: int) -> Any:
@@ -174,36 +178,38 @@ class ModelShape:
         windows = self.windows or (None,) * self.num_hidden_layers
         for number, window in enumerate(windows):
             layer = params[f"layer_{number}"]
-            queries, keys, values = jnp.split(times(normed(x), layer["qkv"]), ends, axis=-1)
+            queries, keys, values = jnp.split(project(norm(x), layer["qkv"]), ends, axis=-1)
             cache = append(cache, number, split(keys, kv_heads), split(values, kv_heads))
-            mixed = attend(split(queries, heads), cache, number, window=window).swapaxes(1, 2)
-            x = x + times(mixed.reshape(*x.shape[:2], -1), layer["out"])
-            inner = jax.nn.silu(times(normed(x), layer["gate" if self.gated else "up"]))
+            output = attend(split(queries, heads), cache, number, window=window).swapaxes(1, 2)
+            x = x + project(output.reshape(*x.shape[:2], -1), layer["out"])
+            inner = jax.nn.silu(project(norm(x), layer["gate" if self.gated else "up"]))
             if self.gated:
-                inner = inner * times(normed(x), layer["up"])
-            x = x + times(inner, layer["down"])
-        x = normed(x[:, -1:] if last_only else x)
+                inner = inner * project(norm(x), layer["up"])
+            x = x + project(inner, layer["down"])
+        x = norm(x[:, -1:] if last_only else x)
         head = params.get("lm_head", params["embed_tokens"])
         return contract_last(x, head), advance(cache, tokens.shape[1])
 
 
-def _sights(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:
-    """What a ``config.json`` says of windows, with its family's default: of Gemma 2 every second
-    layer has one."""
+def _window_settings(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:
+    """The settings of a ``config.json`` that determine windows, with the family's defaults.
+
+    In Gemma 2 every second layer has a window.
+    """
     names = (
         "layer_types", "sliding_window", "use_sliding_window", "attention_chunk_size",
         "max_window_layers",
     )  # fmt: skip
-    told = {name: config.get(name) for name in names if name in config}
+    settings = {name: config.get(name) for name in names if name in config}
     for name in ("sliding_window", "attention_chunk_size", "max_window_layers"):
-        as_optional_int(name, told.get(name), 0)
+        as_optional_int(name, settings.get(name), 0)
     every = config.get("sliding_window_pattern", 2 if family == "gemma2" else None)
     every = as_optional_int("sliding_window_pattern", every, 1)
-    return SimpleNamespace(num_hidden_layers=layers, sliding_window_pattern=every, **told)
+    return SimpleNamespace(num_hidden_layers=layers, sliding_window_pattern=every, **settings)
 
 
 def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:
-    """Windows but for every sixth layer."""
+    """A window in all layers except every sixth."""
     return tuple(None if (layer + 1) % 6 == 0 else window for layer in range(layers))
 
 
@@ -236,7 +242,9 @@ SHAPES = {
         gated=False, tied=True, learned_positions=2048, context=2048,
     ),
 }  # fmt: skip
-"""Well-known models, in 16 bits (Grattafiori et al., arXiv:2407.21783; Qwen team, arXiv:2505.09388;
-Gemma team, arXiv:2503.19786; Jiang et al., arXiv:2310.06825; Radford et al., 2019; Touvron et al.,
-arXiv:2302.13971; Black et al., arXiv:2204.06745; Brown et al., arXiv:2005.14165), and the Llama
-that the README's times are of (the shape of SmolLM2, Allal et al., arXiv:2502.02737)."""
+"""Well-known models in 16 bits.
+
+Sources: Grattafiori et al., arXiv:2407.21783; Qwen team, arXiv:2505.09388; Gemma team,
+arXiv:2503.19786; Jiang et al., arXiv:2310.06825; Radford et al., 2019; Touvron et al.,
+arXiv:2302.13971; Black et al., arXiv:2204.06745; Brown et al., arXiv:2005.14165. The README's
+measurements use llama-135m, the shape of SmolLM2 (Allal et al., arXiv:2502.02737)."""
