@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 import kvjax
 from kvjax.codecs import Codec
-from kvjax.codecs.codec import plain_scores, plain_weighted_values
 from kvjax.layouts import Layout, Run
 from tests import matrix, test_copies, test_mesh, test_recompute
 from tests.covering import covering, pairs_of
@@ -50,11 +49,11 @@ class Halves(Layout):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sixteenths:
-    """Whole numbers of sixteenths, up to eight."""
+class Sixteenths(Codec):
+    """Multiples of one sixteenth, up to eight."""
 
     dtype: str | None = None
-    blockwise, before_rotary, joins_heads = True, False, False
+    blockwise: ClassVar[bool] = True
 
     def resolve(self, model_dtype, platform):
         return dataclasses.replace(self, dtype=self.dtype or model_dtype)
@@ -69,15 +68,6 @@ class Sixteenths:
     def decode(self, store):
         return (store / 16).astype(self.dtype)
 
-    def nbytes(self, shape):
-        return int(np.prod(shape))
-
-    def scores(self, queries, store):
-        return plain_scores(queries, self.decode(store))
-
-    def weighted_values(self, weights, store):
-        return plain_weighted_values(weights, self.decode(store))
-
 
 @pytest.fixture
 def joined(monkeypatch):
@@ -86,27 +76,28 @@ def joined(monkeypatch):
     monkeypatch.setitem(matrix.CODECS, "sixteenths", Sixteenths())
 
 
-class Asked(Sixteenths):
-    """What it says of itself is worked out."""
+class Computed(Sixteenths):
+    """A codec whose static members are properties."""
 
     blockwise = property(lambda self: True)
     before_rotary = joins_heads = property(lambda self: False)
 
 
 @dataclasses.dataclass(frozen=True)
-class Short(Codec):
-    """A codec that leaves to ``Codec`` what has an answer there."""
+class Unrelated:
+    """A codec that does not inherit from ``Codec``."""
 
     dtype: str | None = None
-    blockwise: ClassVar[bool] = True
+    blockwise, before_rotary, joins_heads = True, False, False
 
     resolve, empty = Sixteenths.resolve, Sixteenths.empty
     encode, decode = Sixteenths.encode, Sixteenths.decode
+    nbytes, scores, weighted_values = Codec.nbytes, Codec.scores, Codec.weighted_values
 
 
 @dataclasses.dataclass(frozen=True)
-class Told(Codec):
-    """A codec that must be told everything."""
+class Required(Codec):
+    """A codec whose fields have no defaults."""
 
     dtype: str | None
     blockwise: bool
@@ -116,8 +107,8 @@ class Told(Codec):
     encode, decode = Sixteenths.encode, Sixteenths.decode
 
 
-class Own(Short):
-    """Its members are of one object."""
+class Assigned(Sixteenths):
+    """A codec that sets its members in ``__init__``."""
 
     def __init__(self, dtype=None):
         for name, value in {"dtype": dtype, "blockwise": True, "joins_heads": False}.items():
@@ -125,7 +116,7 @@ class Own(Short):
 
 
 FORMS: tuple[Codec, ...] = (
-    Sixteenths(), Asked(), Short(), Told(None, True, joins_heads=False), Own()
+    Sixteenths(), Computed(), Unrelated(), Required(None, True, joins_heads=False), Assigned()
 )  # fmt: skip
 """As type checkers see it too."""
 

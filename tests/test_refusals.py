@@ -172,12 +172,11 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "append more to the next layer": "ValueError: 3 token(s), and the call began with 1: all "
         "layers of a call are given the same tokens",
         "attend before append": "ValueError: layer 0 has no new tokens: call kvjax.append before "
-        "attend, and advance after it, or pass causal=False to attend to the tokens counted so far",
+        "attend, and advance after it, or pass causal=False to attend to the counted tokens",
         "attend to the next layer": "ValueError: layer 1 has no new tokens: call kvjax.append "
-        "before attend, and advance after it, or pass causal=False to attend to the tokens counted "
-        "so far",
+        "before attend, and advance after it, or pass causal=False to attend to the counted tokens",
         "attend with more": "ValueError: queries of 2 token(s), but 1 were appended",
-        "look back in a call": "ValueError: causal=False attends to the tokens counted so far: "
+        "look back in a call": "ValueError: causal=False attends to the counted tokens: "
         "call kvjax.advance(cache, 1) first",
         "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
         "do not count yet: kvjax.advance(cache, 1) first, when all layers have them",

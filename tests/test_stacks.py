@@ -368,7 +368,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
         (lambda: kvjax.step(None, 2).attend(0, *numbers(3)), "3 token.*the call began with 2"),
         (
             lambda: kvjax.step(None, 2).attend(0, numbers(2)[0]),
-            "without a cache, pass those",
+            "without a cache, pass the earlier",
         ),
         (
             lambda: kvjax.step(empty(), 1).attend(0, *numbers()[:2]),

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,18 @@ from jax.experimental.pallas import tpu as pltpu
 import kvjax
 from kvjax.attention import attend, inputs
 from kvjax.attention.kernels import common, mosaic_tpu
-from kvjax.codecs import Centered, Float8, HalfQuadratic, Int2, Int3, Int4, Int8, Rotated, Unrotated
-from kvjax.codecs.codec import plain_scores, plain_weighted_values
+from kvjax.codecs import (
+    Centered,
+    Codec,
+    Float8,
+    HalfQuadratic,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    Rotated,
+    Unrotated,
+)  # fmt: skip
 from kvjax.core.compat import JAX
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Growing, Paged, Ring
@@ -419,11 +430,11 @@ def test_calls_that_the_kernel_does_not_serve_go_another_way():
 
 
 @dataclasses.dataclass(frozen=True)
-class Flat:
-    """A codec of somebody's own, whose blocks are one row each."""
+class Flat(Codec):
+    """A codec that no kernel reads: it stores a block as one row."""
 
     dtype: str | None = None
-    blockwise, before_rotary, joins_heads = True, False, False
+    blockwise: ClassVar[bool] = True
 
     def resolve(self, model_dtype, platform):
         return Flat(self.dtype or model_dtype)
@@ -436,15 +447,6 @@ class Flat:
 
     def decode(self, store):
         return store.reshape(*store.shape[:3], 64, -1).astype(self.dtype)
-
-    def nbytes(self, shape):
-        return 2 * int(np.prod(shape))
-
-    def scores(self, queries, store):
-        return plain_scores(queries, self.decode(store))
-
-    def weighted_values(self, weights, store):
-        return plain_weighted_values(weights, self.decode(store))
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def attend(
     """Attention of new queries to the cached keys and values of their rows.
 
     Call it after ``append`` and before ``advance``. Queries do not see tokens that the layout has
-    dropped (``Ring``), whatever ``window`` is.
+    dropped (``Ring``), even if ``window`` includes them.
 
     Args:
       queries: [batch, heads, new, head_dim], unrotated. ``heads`` is a multiple of the cache's
@@ -85,11 +85,11 @@ def attend(
 
     Raises:
       ValueError: if shapes do not fit the cache; nothing was appended to the layer since the last
-        ``advance`` (with ``causal=False``: something was); ``lengths`` differ from those of
-        ``append``; ``window`` or ``soft_cap`` is not positive; ``sinks`` exceeds what a ring keeps;
-        or ``path`` is unknown or does not support the inputs. In a stack of layers, the queries of
-        a long call must attend to the layer that was appended last; where the layer is traced, they
-        get NaN otherwise.
+        ``advance`` (with ``causal=False``: something was); ``lengths`` differ from the lengths that
+        ``append`` received; ``window`` or ``soft_cap`` is not positive; ``sinks`` exceeds what a
+        ring keeps; or ``path`` is unknown or does not support the inputs. In a stack of layers, the
+        queries of a long call must attend to the layer that was appended last. Otherwise this
+        raises too, or, if the layer's index is traced, returns NaN.
     """
     cache = validated("kvjax.attend", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
@@ -110,7 +110,7 @@ def attend(
         if pending is None:
             raise ValueError(
                 f"layer {layer} has no new tokens: call kvjax.append before attend, and advance "
-                "after it, or pass causal=False to attend to the tokens counted so far"
+                "after it, or pass causal=False to attend to the counted tokens"
             )
         if new != pending.new:
             raise ValueError(f"queries of {new} token(s), but {pending.new} were appended")
@@ -121,7 +121,7 @@ def attend(
     else:
         if pending is not None:
             raise ValueError(
-                "causal=False attends to the tokens counted so far: call "
+                "causal=False attends to the counted tokens: call "
                 f"kvjax.advance(cache, {pending.new}) first"
             )
         at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)

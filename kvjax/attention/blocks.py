@@ -63,7 +63,7 @@ def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput
         chunk = tuple(lax.dynamic_index_in_dim(x, number, keepdims=False) for x in chunks)
         output = attend_chunk(chunk, lax.dynamic_index_in_dim(at, number, keepdims=False))
         # The output overwrites its queries. A separate output array of zeros depends on nothing, so
-        # a CPU would allocate those of all layers before the first one runs.
+        # a CPU would allocate one for every layer before the first layer runs.
         return (lax.dynamic_update_index_in_dim(chunks[0], output, number, 0), *chunks[1:]), None
 
     outputs = []

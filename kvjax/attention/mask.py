@@ -55,7 +55,7 @@ class Mask:
 
     def visible(self, positions: Array, section: Section) -> Visible:
         """Which keys of a section each query sees: bool[batch, new, n]. ``positions``: int32[batch,
-        n], those of the keys; -1 for an empty slot."""
+        n], the positions of the keys; -1 for an empty slot."""
         call_start = None if self.call_start is None else self.call_start[:, None, None]
         return self.sees(self.queries[:, :, None], positions[:, None, :], call_start, section)
 

@@ -70,7 +70,7 @@ def select_path(name: str | None, policy: CachePolicy, queries: int) -> Path:
     """The path with a name, or the default for ``queries`` queries per row.
 
     Raises:
-      ValueError: if there is no such path.
+      ValueError: if the name is unknown.
     """
     if name is None:
         placement = policy.placement

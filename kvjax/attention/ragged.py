@@ -92,7 +92,7 @@ def _multiply_pages(
       inputs, section: the queries, and the section of pages.
       owner: int32[pages], the row that owns each page.
       tokens: int32[pages, page], the positions of their slots.
-      at: int32[batch, columns], the pages of each row; the number of pages if there is none.
+      at: int32[batch, columns], the pages of each row; an unused column has the number of pages.
     """
     mask, queries = inputs.mask.take_rows(owner), inputs.rows(section)[owner]
     products = section.scores(queries, section.keys, tokens, long=True)
@@ -114,8 +114,8 @@ def _multiply_pages(
 
 
 def _is_supported(inputs: AttentionInputs) -> bool:
-    """Whether pages can be multiplied in place, for so few queries that the intermediate arrays of
-    a page are much smaller than its keys."""
+    """Whether pages can be multiplied in place: they hold raw numbers, and there are few enough
+    queries that the intermediate arrays of a page are much smaller than its keys."""
     if not on_cpu() or inputs.shard is not None or inputs.mask.bias or len(inputs.sections) > 1:
         return False
     (section,), new = inputs.sections, inputs.queries.shape[2]

@@ -43,13 +43,13 @@ class Partial(NamedTuple):
         weigh: Callable[[Array], Array],
         before: "Partial | None" = None,
     ) -> "Partial":
-        """The softmax over the keys of ``scores`` and those of ``before``.
+        """The softmax over the keys of ``scores``, merged with ``before``.
 
         Args:
           scores: float32[batch, kv_heads, rows, keys].
           seen: bool, the same shape: which keys count.
           weigh: returns the weighted sum of the values for weights of that shape.
-          before: the softmax over other keys. Merging it here is cheaper than ``merge``.
+          before: the softmax over other keys. Merging it here is cheaper than by ``merge``.
         """
         scores = jnp.where(seen, scores, LOWEST)
         # This is above LOWEST, so the weights of keys that are not seen are exactly 0.

@@ -21,7 +21,7 @@ from kvjax.core.validation import as_int
 class Step:
     """One call of a model in progress. Create it with ``step``.
 
-    ``cache``: the cache with the tokens that layers have appended so far; None without a cache.
+    ``cache``: the cache, with the tokens of the layers up to now; None without a cache.
     ``new``: tokens per row.
     """
 
@@ -52,7 +52,7 @@ class Step:
           layer: the layer.
           queries: [batch, heads, new, head_dim], unrotated.
           keys, values: [batch, kv_heads, new, head_dim], keys unrotated. None for a layer that
-            reuses those of an earlier layer (``layer_sources``).
+            reuses the keys and values of an earlier layer (``layer_sources``).
           rotary: the layer's table, by which queries and keys are rotated. None if they are already
             rotated, or have no rotary positions. The codec ``Unrotated`` then stores rotated keys,
             and the distance to attention sinks is not capped.
@@ -71,8 +71,8 @@ class Step:
         if cache is None:
             if keys is None or values is None:
                 raise ValueError(
-                    f"layer {layer} has no keys and values: without a cache, pass those of the "
-                    "earlier layer again"
+                    f"layer {layer} has no keys and values: without a cache, pass the earlier "
+                    "layer's again"
                 )
             self._check_new(queries)
             return self_attend(queries, keys, values, rotary=rotary, **sight), self
@@ -89,7 +89,7 @@ class Step:
           The cache with the new tokens counted; None without a cache.
 
         Raises:
-          ValueError: if a layer has not appended its keys and values.
+          ValueError: if the keys and values of a layer are missing.
         """
         return None if self.cache is None else advance(self.cache, self.new)
 

@@ -150,7 +150,7 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
 
 
 def _sums_products(rows: Array) -> bool:
-    """Whether rows are so few that a GPU multiplies them by ``_summed_products``."""
+    """Whether a GPU multiplies these few rows by ``_summed_products``."""
     return rows.shape[2] <= SUMMED_ROWS and current_target().platform == "gpu"
 
 

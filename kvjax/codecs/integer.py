@@ -111,8 +111,8 @@ class Integer(ScaledCodec):
     def codes(self, x: Array, scale: Array, zero: Array) -> Array:
         """The nearest codes, as float32."""
         step = jnp.where(scale == 0, 1.0, scale)
-        # There is no product next to a sum here. XLA may fuse the two into a multiply-add in one
-        # program and not in another, and then a code would depend on how the sequence was divided.
+        # Never add a product here. XLA may fuse the two into a multiply-add in one program and not
+        # in another, and then a code would depend on how the sequence was divided.
         if self.zero_point:
             whole = jnp.round((x - zero) / step)
         elif self.bits == 8:  # the middle is a code, and the sum must not round a second time
@@ -141,7 +141,7 @@ class Integer(ScaledCodec):
 
     @property
     def middle(self) -> float:
-        """The code of 0, if there is no zero point."""
+        """The code of 0 in symmetric quantization."""
         return self._lowest + self._levels / 2
 
 

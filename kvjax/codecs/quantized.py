@@ -106,7 +106,7 @@ def quantized_codec(
       dtype: the dtype to decode to; by default the model's.
 
     Raises:
-      ValueError: if there is no codec of that many bits.
+      ValueError: if no codec has that many bits.
     """
     if bits in (None, 16):
         return Raw(dtype)

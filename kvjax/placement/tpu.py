@@ -84,8 +84,8 @@ class RowTiled(Order):
         return x.reshape(heads, -1, lanes), index // per_group
 
     def shared_rows(self, stored: Array, index: int, count: int) -> Array:
-        """Rows that several tokens of a unit share, such as the scales of channels: those of the
-        ``index``-th of ``count`` subblocks, [kv_heads, units, width]."""
+        """Select the row of the ``index``-th of ``count`` subblocks, [kv_heads, units, width], from
+        rows that several tokens of a unit share, such as the scales of channels."""
         heads, _, lanes = stored.shape
         row, per_group = index * self.rows // count, self.rows // self.fold
         rows = stored.reshape(heads, -1, per_group, lanes)[:, :, row % per_group]

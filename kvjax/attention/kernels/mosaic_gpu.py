@@ -37,7 +37,7 @@ from kvjax.cache.sections import Section
 from kvjax.core.target import check_mosaic_capability, current_target, default_device
 from kvjax.core.typing import Array
 
-plgpu: Any = mosaic_gpu  # some of what is used here is missing before JAX 0.12
+plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:
@@ -142,8 +142,8 @@ def _program(
       plan: how the call is divided.
       blocks: blocks of query rows.
       splits: programs that share a row's tiles.
-      units: units of a page, or of a row if there are no pages.
-      columns: pages of a row; 0 if there are no pages.
+      units: units of a page; without pages, of a row.
+      columns: pages of a row; 0 without pages.
       output_rows: rows that are written.
       barriers: whether TMA fetches tiles and barriers signal their arrival.
       interpreted: whether the kernel is interpreted.
@@ -304,7 +304,7 @@ def _program(
     def add_values(
         n: int, weighted: list[Array], tile: Any, first: Any, place: Any, unit: Any, stage: Any
     ) -> list[Array]:
-        """Add the n-th subblock's weighted values to those of each group, float32[rows, width]."""
+        """Add the n-th subblock to the weighted values of each group, float32[rows, width]."""
         results = []
         raw, subblock = "scale" not in values.format.arrays, plan.subblocks[n]
         for group, total in enumerate(weighted):

@@ -3,8 +3,9 @@
 A codec that the kernel reads registers ``format_of`` here. Numbers are fetched as rows of channels,
 as they are stored. Tensor cores multiply 16-bit floats, so numbers of other types are converted in
 shared memory into ``planes`` of 16-bit numbers: codes become floats without their scales, one plane
-per code of a byte, and a float32 number becomes the sum of three 16-bit terms. The scales and zero
-points of tokens are applied to scores and weights, those of channels to queries and outputs.
+per code of a byte, and a float32 number becomes the sum of three 16-bit terms. Scales and zero
+points per token are applied to scores and weights; scales and zero points per channel are applied
+to queries and outputs.
 """
 
 import functools
@@ -182,8 +183,8 @@ def arrays_of(codec: Codec, store: Store) -> list[Array]:
 
 
 class ScaleOffset(NamedTuple):
-    """The number that a plane's number stands for is ``number * scale + offset``, per token or per
-    channel. None is 1, and 0."""
+    """How to dequantize the numbers of a plane: ``number * scale + offset``, per token or per
+    channel. A scale of None is 1, and an offset of None is 0."""
 
     scale: Array | None
     offset: Array | None

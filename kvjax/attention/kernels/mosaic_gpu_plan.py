@@ -22,7 +22,7 @@ from kvjax.cache.sections import Section
 from kvjax.core.target import Target, current_target
 from kvjax.core.typing import Array
 
-plgpu: Any = mosaic_gpu  # some of what is used here is missing before JAX 0.12
+plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
 MAX_TOKENS = 64
 """The most tokens of a tile, if the cache is stored token by token."""
 MIN_ROWS = 32
@@ -195,8 +195,8 @@ def _make_plan(
     dtype: Any,
     shared: int,
 ) -> Plan | None:
-    """``plan_of`` for ``shared`` KiB of shared memory, and a store of ``units``, of which ``page``
-    are contiguous."""
+    """``plan_of`` for a store of ``units`` units, ``page`` of them contiguous, with ``shared`` KiB
+    of shared memory."""
     wanted = min(rows, MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2)
     needed = -(-MIN_ROWS // min(form.rows for form in formats))
     sizes = (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4) if unit == 1 else (needed,)

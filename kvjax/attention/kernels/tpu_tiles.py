@@ -124,8 +124,8 @@ def _scaled_tile(
     index: int,
     subblocks: int,
 ) -> Tile:
-    """A tile of ``numbers`` with the scales and zero points of a store. Those of channels are
-    applied here, those of tokens are left to the products."""
+    """A tile of ``numbers`` with the scales and zero points of a store. Scales per channel are
+    applied here; scales per token are left to the products."""
     zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
     if codec.per == "token":
 
