@@ -550,7 +550,7 @@ FAULTS = (
         "self.counts.there += 1; self._bad(number, key, None, ValueError())", ("batch_command",),
     ),
     Fault(
-        "a torn line is taken for a whole one", "cli/batch_results.py",
+        "a torn line is taken for a whole one", "cli/batch_files.py",
         'found: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
         "found: Any = json.loads(raw or b'0')", ("batch_command",),
     ),

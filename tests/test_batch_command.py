@@ -15,9 +15,10 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli import batch_results, waiting
+from kvjax.cli import batch_files as batch_results
+from kvjax.cli import progress as waiting
+from kvjax.cli.batch_files import Results
 from kvjax.cli.batch_lines import key_of, numbered
-from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import TOLD, Batch
 from kvjax.memory import InferenceLimits
 

@@ -16,7 +16,7 @@ import rich.progress
 
 import kvjax
 from kvjax import cli, models
-from kvjax.cli import waiting
+from kvjax.cli import progress as waiting
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.guiding import given_form
 from kvjax.codecs import Raw

@@ -28,10 +28,10 @@ from kvjax.cli.batch_lines import asked_for, object_of
 from kvjax.generation.guides.grammars import Guides
 from kvjax.memory import InferenceLimits
 from kvjax.models.chat import ChatTemplates
+from kvjax.serve.logprobs import TokenTexts
 from kvjax.serve.needed import check_installed
 from kvjax.serve.server import Server, address_of, bound
 from kvjax.serve.settings import Settings
-from kvjax.serve.token_texts import TokenTexts
 from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]

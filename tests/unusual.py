@@ -28,7 +28,7 @@ from kvjax import cli, models
 from kvjax.memory import InferenceLimits
 from kvjax.serve.app import make_app
 from kvjax.serve.settings import Settings
-from kvjax.serve.shared import Shared
+from kvjax.serve.state import Shared
 from tests.test_guided import sentence_pieces
 
 LONGEST, CHUNK, MODEL = 160, 16, "unusual"

@@ -1,5 +1,5 @@
 """The command line: a file a command."""
 
-from kvjax.cli.program import app, main
+from kvjax.cli.main import app, main
 
 __all__ = ["app", "main"]

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.cli import drafting, options
+from kvjax.cli.batch_files import Results
 from kvjax.cli.batch_lines import numbered
-from kvjax.cli.batch_results import Results
 from kvjax.cli.batch_running import Batch, Counts
 from kvjax.cli.common import given_mesh, use_compilation_cache
+from kvjax.cli.progress import parting, shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import parting, shown
 from kvjax.policies.presets import parse_policy
 
 AHEAD = 4

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from kvjax.cli.batch_files import Results
 from kvjax.cli.batch_lines import DuplicateError, Names, asked_for, key_of, name_of, object_of
-from kvjax.cli.batch_results import Results
-from kvjax.cli.figures import score
+from kvjax.cli.output import score
 from kvjax.core.reporting import report_progress
 from kvjax.engine.handle import Handle
 

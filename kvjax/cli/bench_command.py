@@ -11,8 +11,8 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
+from kvjax.cli.progress import shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import shown
 from kvjax.core.reporting import readable_bytes
 from kvjax.memory.limits import device_memory
 from kvjax.memory.sizes import weight_bytes

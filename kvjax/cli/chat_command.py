@@ -10,7 +10,7 @@ from kvjax.chats.rendering import PLAIN
 from kvjax.cli import drafting, options
 from kvjax.cli.chat_loop import Talk
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
-from kvjax.cli.waiting import raised, shown
+from kvjax.cli.progress import raised, shown
 from kvjax.core.array_folder import expand_user
 from kvjax.policies.presets import parse_policy
 

@@ -10,8 +10,8 @@ import typer
 from kvjax.chats.answer import Answer
 from kvjax.chats.chat import Chat
 from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
-from kvjax.cli.figures import beyond
-from kvjax.cli.waiting import begun, shown
+from kvjax.cli.output import beyond
+from kvjax.cli.progress import begun, shown
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvjax.chats.rendering import Turn
-from kvjax.cli.figures import by_place, table
+from kvjax.cli.output import by_place, table
 
 COMMANDS = {
     "help": ("", "this list"),

@@ -5,9 +5,9 @@ from typing import Any
 
 import typer
 
-from kvjax.cli.figures import by_place
+from kvjax.cli.output import by_place
+from kvjax.cli.progress import shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import shown
 from kvjax.core.reporting import readable_bytes, report_progress
 
 

@@ -7,8 +7,8 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import read, use_compilation_cache
+from kvjax.cli.progress import shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import shown
 from kvjax.policies.presets import parse_policy
 
 

@@ -12,11 +12,11 @@ import typer
 from kvjax.cli import drafting, guiding, options
 from kvjax.cli.common import given_mesh, read, use_compilation_cache
 from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.figures import beyond, one_line
-from kvjax.cli.processes import joined
+from kvjax.cli.distributed import joined
+from kvjax.cli.output import beyond, one_line
+from kvjax.cli.progress import SOON, begun, shown
 from kvjax.cli.several_texts import choices, headed
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import SOON, begun, shown
 from kvjax.core.array_folder import check_writable_folder
 from kvjax.generation.options import GenerateKeywords
 from kvjax.generation.results import GenerationResult, GenerationStats

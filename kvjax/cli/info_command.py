@@ -8,9 +8,9 @@ import typer
 import kvjax
 from kvjax.attention.kernels.dispatch import gained_by_upgrading
 from kvjax.cli import options
-from kvjax.cli.figures import by_place, table
+from kvjax.cli.output import by_place, table
+from kvjax.cli.progress import shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import shown
 from kvjax.core.reporting import readable_bytes
 from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_per_token

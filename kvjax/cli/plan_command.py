@@ -12,9 +12,9 @@ from jax.sharding import AbstractMesh
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.device_plan import on_device
-from kvjax.cli.figures import beyond, by_place
+from kvjax.cli.output import beyond, by_place
+from kvjax.cli.progress import shown
 from kvjax.cli.streams import echo_json
-from kvjax.cli.waiting import shown
 from kvjax.core.reporting import parse_bytes, readable_bytes
 from kvjax.core.target import Target, device_spec
 from kvjax.memory.shapes import ModelShape

@@ -8,7 +8,7 @@ import typer
 
 from kvjax.cli import drafting, options
 from kvjax.cli.common import given_mesh, use_compilation_cache
-from kvjax.cli.waiting import INTERRUPTED, leave, shown
+from kvjax.cli.progress import INTERRUPTED, leave, shown
 from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import parse_bytes
 from kvjax.policies.presets import parse_policy
@@ -85,7 +85,7 @@ def serve(
     check_installed()
     drafts = draft, draft_layers, lookup
     drafting.check_draft(*drafts)
-    from kvjax.serve.gate import loopback
+    from kvjax.serve.auth import loopback
     from kvjax.serve.server import Server, address_of, bound
     from kvjax.serve.settings import Settings
 

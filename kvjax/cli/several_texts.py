@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from kvjax.cli.figures import score
+from kvjax.cli.output import score
 from kvjax.generation.results import GenerationResult
 
 

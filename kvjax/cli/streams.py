@@ -8,7 +8,7 @@ from typing import Any
 
 import typer
 
-from kvjax.cli.figures import to_json
+from kvjax.cli.output import to_json
 
 
 def prepare_streams() -> None:

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from kvjax.serve.auth import Gate
 from kvjax.serve.chat import Chat
 from kvjax.serve.completions import Completions
 from kvjax.serve.endpoint import Endpoint
-from kvjax.serve.gate import Gate
-from kvjax.serve.refused import Refused, json_response
-from kvjax.serve.shared import Shared
+from kvjax.serve.errors import Refused, json_response
+from kvjax.serve.state import Shared
 
 _PAGE = Path(__file__).with_name("page.html")
 _POLICY = (

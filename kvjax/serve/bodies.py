@@ -4,7 +4,7 @@ import asyncio
 
 from starlette.requests import ClientDisconnect, Request
 
-from kvjax.serve.refused import Refused
+from kvjax.serve.errors import Refused
 
 
 async def read_body(request: Request, most: int, patience: float) -> bytes | None:

@@ -4,12 +4,12 @@ from typing import Any
 
 from kvjax.core.errors import CheckpointError
 from kvjax.sampling.scores import MAX_LOGPROBS
-from kvjax.serve.asked import Asked
+from kvjax.serve.errors import Refused
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits
-from kvjax.serve.refused import Refused
-from kvjax.serve.token_texts import TokenTexts
+from kvjax.serve.logprobs import TokenTexts
+from kvjax.serve.parse_request import Asked
 
 _ROLES = {"system", "developer", "user", "assistant"}
 _NO_TOOLS = {

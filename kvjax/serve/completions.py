@@ -3,13 +3,13 @@
 from typing import Any
 
 from kvjax.sampling.scores import MAX_LOGPROBS, TokenScore
-from kvjax.serve.asked import Asked
 from kvjax.serve.echoes import Echo, echo_of
+from kvjax.serve.errors import Refused
 from kvjax.serve.fields import Fields
 from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits
-from kvjax.serve.refused import Refused
-from kvjax.serve.token_texts import TokenTexts
+from kvjax.serve.logprobs import TokenTexts
+from kvjax.serve.parse_request import Asked
 
 DEFAULT_TOKENS = 16
 """New tokens, as OpenAI has it."""

@@ -9,15 +9,15 @@ from starlette.types import Receive, Scope, Send
 
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import StoppedError
-from kvjax.serve.answer import Answer
-from kvjax.serve.asked import Asked, read_common
 from kvjax.serve.bodies import read_body
+from kvjax.serve.errors import Refused, json_response
 from kvjax.serve.fields import Fields, read_object
 from kvjax.serve.form import Form
 from kvjax.serve.leaving import while_there
-from kvjax.serve.refused import Refused, json_response
+from kvjax.serve.parse_request import Asked, read_common
+from kvjax.serve.response import Answer
 from kvjax.serve.several import check_whole, read_several
-from kvjax.serve.shared import Shared
+from kvjax.serve.state import Shared
 
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any, NoReturn
 
-from kvjax.serve.refused import Refused
+from kvjax.serve.errors import Refused
 
 
 def read_object(raw: bytes) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from kvjax.sampling.scores import TokenScore
-from kvjax.serve.asked import Asked
 from kvjax.serve.fields import Fields
+from kvjax.serve.parse_request import Asked
 
 Scored = list[tuple[int, TokenScore | None, int]]
 """Tokens, with what is known of them, None of the first of a prompt, and where in the text each

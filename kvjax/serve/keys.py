@@ -5,7 +5,7 @@ import hmac
 import secrets
 from collections.abc import Sequence
 
-from kvjax.serve.refused import Refused
+from kvjax.serve.errors import Refused
 
 
 class Keys:

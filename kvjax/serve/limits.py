@@ -3,7 +3,7 @@
 from typing import Any
 
 from kvjax.policies.model_config import new_tokens_for, positions_needed
-from kvjax.serve.refused import Refused
+from kvjax.serve.errors import Refused
 
 
 class Limits:

@@ -1,6 +1,6 @@
 """How many choices a server takes on at once."""
 
-from kvjax.serve.refused import Refused
+from kvjax.serve.errors import Refused
 
 RETRY_AFTER = 1
 """Seconds that are proposed to those who find no place."""

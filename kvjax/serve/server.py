@@ -14,7 +14,7 @@ from kvjax.engine.service import Service
 from kvjax.serve.app import make_app
 from kvjax.serve.protocol import Patient
 from kvjax.serve.settings import Settings
-from kvjax.serve.shared import Shared
+from kvjax.serve.state import Shared
 
 _TICK = 0.05
 _FLUSH = 5

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from kvjax.serve.asked import Asked
+from kvjax.serve.errors import Refused
 from kvjax.serve.fields import Fields
-from kvjax.serve.refused import Refused
+from kvjax.serve.parse_request import Asked
 
 
 def read_several(fields: Fields, asked: Asked, most: int) -> None:

@@ -6,8 +6,8 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvjax.serve.refused import Refused
-from kvjax.serve.shared import Shared
+from kvjax.serve.errors import Refused
+from kvjax.serve.state import Shared
 
 OPEN = ("/", "/health")
 """Paths that need no key."""

@@ -14,7 +14,7 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from kvjax.cli.waiting import INTERRUPTED, leave
+from kvjax.cli.progress import INTERRUPTED, leave
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_9_shutdown_timeout, jax_0_10_error_code
 from kvjax.core.validation import as_optional_int
 

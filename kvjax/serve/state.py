@@ -7,12 +7,12 @@ from typing import Any
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service
 from kvjax.generation.guides.grammars import Guides
-from kvjax.serve.figures import Figures
 from kvjax.serve.keys import Keys
 from kvjax.serve.limits import Limits
+from kvjax.serve.logprobs import TokenTexts
+from kvjax.serve.metrics import Figures
 from kvjax.serve.queue import Queue
 from kvjax.serve.settings import Settings
-from kvjax.serve.token_texts import TokenTexts
 
 
 @dataclass

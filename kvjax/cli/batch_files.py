@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvjax.cli.figures import to_json
+from kvjax.cli.output import to_json
 
 HEAD = b'{"line": '
 """How each result begins."""

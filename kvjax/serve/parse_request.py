@@ -9,8 +9,8 @@ from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
 from kvjax.serve.echoes import Echo
+from kvjax.serve.errors import Refused
 from kvjax.serve.fields import Fields, is_number
-from kvjax.serve.refused import Refused
 
 MOST_STOPS, LONGEST_STOP = 16, 256
 """Stop strings of a request, and characters of each: all are looked for behind every token."""

@@ -23,9 +23,9 @@ from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
 from kvjax.cli.plan_command import plan
+from kvjax.cli.progress import INTERRUPTED, interruptible
 from kvjax.cli.serve_command import serve
 from kvjax.cli.streams import prepare_streams
-from kvjax.cli.waiting import INTERRUPTED, interruptible
 from kvjax.core.array_folder import expand_user
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError

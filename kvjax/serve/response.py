@@ -11,11 +11,11 @@ from kvjax.engine.beams import BeamResult
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
-from kvjax.serve.asked import Asked
 from kvjax.serve.choices import pieces_of
 from kvjax.serve.echoes import Echo
+from kvjax.serve.errors import Refused, to_json
 from kvjax.serve.form import Form, Scored, with_scores
-from kvjax.serve.refused import Refused, to_json
+from kvjax.serve.parse_request import Asked
 
 _REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 
