@@ -545,14 +545,15 @@ FAULTS = (
         "differ = jnp.any(written < 0, axis=1)", ("stacks",),
     ),
     Fault(
-        "a line that has a result is done again", "cli/batch_running.py",
-        "self.counts.there += 1",
-        "self.counts.there += 1; self._bad(number, key, None, ValueError())", ("batch_command",),
+        "a line that has a result is done again", "cli/batch_command.py",
+        "self.counts.skipped += 1",
+        "self.counts.skipped += 1; self._write_error(number, key, None, ValueError())",
+        ("batch_command",),
     ),
     Fault(
         "a torn line is taken for a whole one", "cli/batch_files.py",
-        'found: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
-        "found: Any = json.loads(raw or b'0')", ("batch_command",),
+        'value: Any = json.loads(raw) if raw.endswith(b"\\n") else None',
+        "value: Any = json.loads(raw or b'0')", ("batch_command",),
     ),
     Fault(
         "a hook's text lacks the newest token", "sampling/history.py",
@@ -831,7 +832,7 @@ FAULTS = (
         "with nullcontext():", ("prefixes",),
     ),
     Fault(
-        "a character that a console lacks ends the command", "cli/streams.py",
+        "a character that a console lacks ends the command", "cli/output.py",
         'stream.reconfigure(errors="backslashreplace")', 'stream.reconfigure(errors="strict")',
         ("cli",),
     ),

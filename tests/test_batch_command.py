@@ -15,11 +15,9 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli import batch_files as batch_results
-from kvjax.cli import progress as waiting
-from kvjax.cli.batch_files import Results
-from kvjax.cli.batch_lines import key_of, numbered
-from kvjax.cli.batch_running import TOLD, Batch
+from kvjax.cli import batch_files, interrupts
+from kvjax.cli.batch_command import MAX_REPORTED, BatchRun
+from kvjax.cli.batch_files import ResultsFile, input_key, number_lines
 from kvjax.memory import InferenceLimits
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="files are not locked there")
@@ -51,12 +49,12 @@ class Made:
             done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
             request=SimpleNamespace(tokens=[0]),
         )  # fmt: skip
-        self.waiting.append((handle, callback))
+        self.interrupts.append((handle, callback))
         self.most = max(self.most, len(self.waiting))
         return handle
 
     def step(self):
-        handle, callback = self.waiting.pop(self.order.randrange(len(self.waiting)))
+        handle, callback = self.interrupts.pop(self.order.randrange(len(self.waiting)))
         handle.done = True
         callback(handle)
 
@@ -64,13 +62,14 @@ class Made:
 def through(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=lambda _: None):
     """A run over lines, with a check before it as the command makes it."""
     settings = SETTINGS if settings is None else settings
-    run = Batch(
-        engine, lm, results, settings, key=json.dumps(settings), chat=False, most=most, say=say
-    )
+    run = BatchRun(
+        engine, lm, results, settings, key=json.dumps(settings), chat=False, max_requests=most,
+        print_line=say,
+    )  # fmt: skip
     try:
-        total = run.check(numbered(lines))
-        results.begin()
-        return run.run(numbered(lines), total)
+        total = run.check(number_lines(lines))
+        results.prepare()
+        return run.run(number_lines(lines), total)
     finally:
         results.close()
 
@@ -105,21 +104,21 @@ def test_wherever_the_file_is_cut_every_line_is_there_once(tmp_path, monkeypatch
     """At each of its bytes, with each kind of line before and behind."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
     path = tmp_path / "results.jsonl"
-    through(Results(path), Made())
+    through(ResultsFile(path), Made())
     wanted, data = whole(path), path.read_bytes()
     assert [json.loads(line)["line"] for line in wanted] == DONE
     for end in range(len(data) + 1):
         path.write_bytes(data[:end])
-        counts = through(Results(path), Made(end))
+        counts = through(ResultsFile(path), Made(end))
         assert whole(path) == wanted
-        assert counts.there == data[:end].count(b"\n")
-        assert counts.there + counts.done + counts.bad == len(DONE)
+        assert counts.skipped == data[:end].count(b"\n")
+        assert counts.skipped + counts.done + counts.failed == len(DONE)
 
 
 def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
     """A disk is full after so many bytes, again and again."""
     path, write = tmp_path / "results.jsonl", os.write
-    through(Results(path), Made())
+    through(ResultsFile(path), Made())
     wanted = whole(path)
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
@@ -134,7 +133,7 @@ def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
     for room in range(1, 120):
         path.unlink()
         for attempt in range(100):
-            results = Results(path)
+            results = ResultsFile(path)
             monkeypatch.setattr(os, "write", until(path.stat().st_size + room + 17 * attempt))
             try:
                 through(results, Made(attempt))
@@ -148,12 +147,12 @@ def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
 
 def test_what_a_power_failure_leaves_is_cut_off(tmp_path):
     path = tmp_path / "results.jsonl"
-    through(Results(path), Made())
+    through(ResultsFile(path), Made())
     wanted, data = whole(path), path.read_bytes()
     last = data.rindex(b"\n", 0, -1) + 1
     for tail in (b"\0" * 40, data[last:-9] + b"\0" * 9, data[last:-9] + b"\n", data[last:-1]):
         path.write_bytes(data[:last] + tail)
-        through(Results(path), Made(5))
+        through(ResultsFile(path), Made(5))
         assert whole(path) == wanted
 
 
@@ -161,25 +160,26 @@ def test_files_of_something_else_stay_as_they_are(tmp_path):
     path = tmp_path / "notes.txt"
     good = b'{"line": 1, "input": "00000000000000aa", "id": null, "error": "x"}\n'
     for data, words in (
-        (b"notes", "something else than results of kvjax batch, on its line 1"),
-        (b"notes\n", "on its line 1"), (b"{}\n", "on its line 1"), (b"\n", "on its line 1"),
-        (good + b"[1]\n", "on its line 2"), (b'{"line": \n' + good, "on its line 1"),
-        (b'{"line": 0, "input": "aa"}\n' + good, "on its line 1"),
-        (good.replace(b"aa", b"zz") + good, "on its line 1"),
-        (good.replace(b"1", b"99999999999999999999", 1) + good, "on its line 1"),
-        (good + good, "holds line 1 twice"),
+        (b"notes", "is not a file of results: its line 1 was not written by kvjax batch"),
+        (b"notes\n", "its line 1 was not"), (b"{}\n", "its line 1 was not"),
+        (b"\n", "its line 1 was not"),
+        (good + b"[1]\n", "its line 2 was not"), (b'{"line": \n' + good, "its line 1 was not"),
+        (b'{"line": 0, "input": "aa"}\n' + good, "its line 1 was not"),
+        (good.replace(b"aa", b"zz") + good, "its line 1 was not"),
+        (good.replace(b"1", b"99999999999999999999", 1) + good, "its line 1 was not"),
+        (good + good, "has two results for line 1"),
     ):  # fmt: skip
         path.write_bytes(data)
         with pytest.raises(ValueError, match=words):
-            Results(path)
+            ResultsFile(path)
         assert path.read_bytes() == data
     with pytest.raises(ValueError, match="is not a file"):
-        Results(tmp_path)
+        ResultsFile(tmp_path)
 
 
 def test_results_of_other_lines_or_settings_are_named(tmp_path):
     path, other = tmp_path / "results.jsonl", [*PROMPTS]
-    through(Results(path), Made())
+    through(ResultsFile(path), Made())
     data = path.read_bytes()
     other[3] = b'{"prompt": "another", "seed": 5}'
     for lines, settings, number in (
@@ -187,34 +187,36 @@ def test_results_of_other_lines_or_settings_are_named(tmp_path):
         (PROMPTS, SETTINGS | {"seed": 4}, 1), (PROMPTS, SETTINGS | {"top_k": 2}, 1),
     ):  # fmt: skip
         engine = Made()
-        with pytest.raises(ValueError, match=f"of other settings: line {number}; give another"):
-            through(Results(path), engine, lines=lines, settings=settings)
+        with pytest.raises(
+            ValueError, match=f"of other settings, first at line {number}: give another"
+        ):
+            through(ResultsFile(path), engine, lines=lines, settings=settings)
         assert path.read_bytes() == data and not engine.most
     # White space around a line, and lines behind, are nothing else.
-    counts = through(Results(path), Made(), lines=[b" " + each + b"\r\n" for each in PROMPTS])
-    assert counts.there == len(DONE) and path.read_bytes() == data
-    assert through(Results(path), Made(), lines=[*PROMPTS, b'{"tokens": [1]}']).done == 1
+    counts = through(ResultsFile(path), Made(), lines=[b" " + each + b"\r\n" for each in PROMPTS])
+    assert counts.skipped == len(DONE) and path.read_bytes() == data
+    assert through(ResultsFile(path), Made(), lines=[*PROMPTS, b'{"tokens": [1]}']).done == 1
 
 
 def test_two_at_once_are_refused(tmp_path):
     path = tmp_path / "results.jsonl"
-    first = Results(path)
-    with pytest.raises(ValueError, match="another process writes its results there"):
-        Results(path)
+    first = ResultsFile(path)
+    with pytest.raises(ValueError, match="another process is writing its results there"):
+        ResultsFile(path)
     through(first, Made())
-    again = Results(path, again=True)
-    again.begin()  # another file now stands there, which is locked too
-    with pytest.raises(ValueError, match="another process writes its results there"):
-        Results(path)
+    again = ResultsFile(path, retry_errors=True)
+    again.prepare()  # another file now stands there, which is locked too
+    with pytest.raises(ValueError, match="another process is writing its results there"):
+        ResultsFile(path)
     again.close()
-    assert len(Results(path)) == 4
+    assert len(ResultsFile(path)) == 4
 
 
 def test_bad_lines_are_tried_again_when_that_is_asked_for(tmp_path, monkeypatch):
     path, mended = tmp_path / "results.jsonl", [*PROMPTS]
-    through(Results(path), Made())
+    through(ResultsFile(path), Made())
     before = path.read_bytes()
-    assert through(Results(path, again=True), Made()).bad == 2
+    assert through(ResultsFile(path, retry_errors=True), Made()).failed == 2
     assert whole(path) == sorted(before.split(b"\n")[:-1], key=lambda x: json.loads(x)["line"])
     mended[2] = b'{"prompt": "mended"}'
 
@@ -225,15 +227,15 @@ def test_bad_lines_are_tried_again_when_that_is_asked_for(tmp_path, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            through(Results(path, again=True), Made(), lines=mended)
+            through(ResultsFile(path, retry_errors=True), Made(), lines=mended)
     assert path.read_bytes() == before
-    counts = through(Results(path, again=True), Made(), lines=mended)
-    assert (counts.there, counts.done, counts.bad) == (4, 1, 1)
+    counts = through(ResultsFile(path, retry_errors=True), Made(), lines=mended)
+    assert (counts.skipped, counts.done, counts.failed) == (4, 1, 1)
     assert [json.loads(line)["line"] for line in whole(path)] == DONE
     assert list(tmp_path.iterdir()) == [path]
     # Who is killed in between has lost the errors alone.
     path.write_bytes(b"".join(x + b"\n" for x in before.split(b"\n")[:-1] if b'"error"' not in x))
-    assert through(Results(path), Made()).bad == 2
+    assert through(ResultsFile(path), Made()).failed == 2
 
 
 def test_of_many_lines_a_few_are_held(tmp_path):
@@ -246,11 +248,12 @@ def test_of_many_lines_a_few_are_held(tmp_path):
             yield b'{"tokens": [%d]}' % number
 
     path = tmp_path / "results.jsonl"
-    results = Results(path)
-    run = Batch(
-        engine, None, results, SETTINGS, key="", chat=False, most=5, say=lambda _: None
+    results = ResultsFile(path)
+    run = BatchRun(
+        engine, None, results, SETTINGS, key="", chat=False, max_requests=5,
+        print_line=lambda _: None,
     )  # fmt: skip
-    assert run.run(numbered(lines())).done == 300
+    assert run.run(number_lines(lines())).done == 300
     assert engine.most == 5 and max(ahead) <= 5
     results.close()
 
@@ -258,10 +261,10 @@ def test_of_many_lines_a_few_are_held(tmp_path):
 def test_of_many_bad_lines_a_few_are_told(tmp_path):
     told = []
     lines = [b"[1]"] * 40
-    counts = through(Results(tmp_path / "results.jsonl"), Made(), lines=lines, say=told.append)
-    assert counts.bad == 40 and len(told) == TOLD + 1
-    assert told[0] == "kvjax: line 1: it is not a JSON object"
-    assert told[-1] == "kvjax: more lines are bad; their results say why"
+    counts = through(ResultsFile(tmp_path / "results.jsonl"), Made(), lines=lines, say=told.append)
+    assert counts.failed == 40 and len(told) == MAX_REPORTED + 1
+    assert told[0] == "kvjax: line 1: not a JSON object"
+    assert told[-1] == "kvjax: more lines have errors; see their results"
 
 
 def test_a_result_that_is_not_finite_is_an_error(tmp_path):
@@ -274,18 +277,18 @@ def test_a_result_that_is_not_finite_is_an_error(tmp_path):
         return handle
 
     engine.submit = failing
-    assert through(Results(path), engine, lines=PROMPTS[:1]).bad == 1
+    assert through(ResultsFile(path), engine, lines=PROMPTS[:1]).failed == 1
     assert json.loads(path.read_bytes())["error"] == "the logits are not finite"
 
 
 def test_an_interrupt_says_how_to_go_on(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    for code, words in ((waiting.INTERRUPTED, "go on so\n"), (2, "")):
-        with pytest.raises(SystemExit), waiting.parting(lambda: "go on so"):
-            waiting.leave(code)
+    for code, words in ((interrupts.INTERRUPTED, "go on so\n"), (2, "")):
+        with pytest.raises(SystemExit), interrupts.message_on_interrupt(lambda: "go on so"):
+            interrupts.exit_now(code)
         assert capfd.readouterr().err == words
     with pytest.raises(SystemExit):
-        waiting.leave(waiting.INTERRUPTED)
+        interrupts.exit_now(interrupts.INTERRUPTED)
     assert capfd.readouterr().err == ""
 
 
@@ -300,15 +303,15 @@ LINES = [
 ]  # fmt: skip
 BAD = {
     "": None,
-    '{"prompt": "a"': "it is not JSON, at character 15: Expecting ',' delimiter",
-    "[1, 2]": "it is not a JSON object",
-    "[" * 10**4: "it is too deep",
-    "{}": "it has no prompt: give one of prompt, tokens, messages",
-    '{"prompt": null}': "it has no prompt",
-    '{"prompt": "a", "tokens": [1]}': "it has prompt and tokens: give one of",
-    '{"prompt": "a", "speed": 1, "id": "s"}': "it has 'speed': 'seed' perhaps",
-    '{"prompt": "a", "id": [1]}': "id must be a text or a whole number",
-    '{"prompt": 5}': "prompt must be a text",
+    '{"prompt": "a"': "not JSON, at character 15: Expecting ',' delimiter",
+    "[1, 2]": "not a JSON object",
+    "[" * 10**4: "nested too deeply",
+    "{}": "the line has no prompt: give one of prompt, tokens, messages",
+    '{"prompt": null}': "the line has no prompt",
+    '{"prompt": "a", "tokens": [1]}': "the line has prompt and tokens: give one of",
+    '{"prompt": "a", "speed": 1, "id": "s"}': "unknown field 'speed': did you mean 'seed'?",
+    '{"prompt": "a", "id": [1]}': "id must be a string or an integer",
+    '{"prompt": 5}': "prompt must be a string",
     '{"prompt": ""}': "is empty",
     '{"tokens": "abc"}': "tokens must be a list of token ids",
     '{"tokens": []}': "is empty",
@@ -318,16 +321,16 @@ BAD = {
     '{"messages": []}': "messages must be a list of at least one message",
     '{"messages": ["hi"]}': "a message must be a dict with a role",
     '{"messages": [], "continue_final_message": 1}': "continue_final_message must be true or false",
-    '{"prompt": "a", "continue_final_message": true}': "continue_final_message is of messages",
-    '{"prompt": "a\\ud800"}': "it has half a character: '\\ud800'",
+    '{"prompt": "a", "continue_final_message": true}': "continue_final_message needs messages",
+    '{"prompt": "a\\ud800"}': "unpaired surrogate '\\ud800'",
     '{"prompt": "a", "temperature": "hot"}': "temperature must be a finite number",
     '{"prompt": "a", "temperature": NaN}': "temperature must be a finite number",
     '{"prompt": "a", "max_new_tokens": 2.5}': "max_new_tokens must be an integer",
     '{"prompt": "a", "max_new_tokens": 500}': "but the engine's max_seq_len is 128",
-    '{"prompt": "a", "stop": 5}': "stop must be a text, or a list of texts",
+    '{"prompt": "a", "stop": 5}': "stop must be a string or a list of strings",
     '{"prompt": "a", "stop": [5]}': "a stop string must have at least one character",
     '{"prompt": "a", "logit_bias": [1]}': "logit_bias must be an object",
-    '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has 'x', which is no token id",
+    '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has 'x', which is not a token id",
     '{"prompt": "a", "logit_bias": {"1": "x"}}': "logit_bias must be numbers",
     '{"prompt": "a", "logprobs": 500}': "logprobs is 500, and must be at most",
     '{"prompt": "a", "seed": -1}': "seed must be an integer from 0",
@@ -353,8 +356,8 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     assert (code, printed) == (3, "")
     bad = [words for words in BAD.values() if words is not None]
     *told, more, last = err.splitlines()
-    assert len(told) == TOLD and more.endswith("their results say why")
-    assert last.startswith(f"{len(LINES)} lines done · {len(bad)} bad, see error in {out} · ")
+    assert len(told) == MAX_REPORTED and more.endswith("see their results")
+    assert last.startswith(f"{len(LINES)} lines done · {len(bad)} failed, see {out} · ")
     results = [json.loads(line) for line in whole(out)]
     assert [each["line"] for each in results[: len(LINES)]] == [1, 2, 3, 4, 5]
     errors = {each["line"]: each for each in results[len(LINES) :]}
@@ -398,7 +401,7 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     assert figures["drafted_tokens"] >= figures["accepted_tokens"]
     before = out.read_bytes()
     refused = run("-", "--out", out, *common, stdin=prompts.read_bytes())
-    assert refused[0] == 2 and "only lines of a file can be gone on with" in refused[2]
+    assert refused[0] == 2 and "only a run over a file can be continued" in refused[2]
     assert out.read_bytes() == before
     out.unlink()
     assert run("-", "--out", out, *common, stdin=prompts.read_bytes())[0] == 3
@@ -412,10 +415,13 @@ def test_a_rerun_says_what_was_bad_before(run, common, tmp_path):
     lines = ['{"prompt": "a"}', '{"prompt": "b", "temprature": 1}', "no JSON", '{"tokens": [1]}']
     prompts.write_text("\n".join(lines))
     code, _, err = run(prompts, "--out", out, *common)
-    assert code == 3 and "2 lines done · 2 bad, see error in" in err
-    assert "it has 'temprature': 'temperature' perhaps" in err
+    assert code == 3 and "2 lines done · 2 failed, see " in err
+    assert "unknown field 'temprature': did you mean 'temperature'?" in err
     code, _, err = run(prompts, "--out", out, *common)
-    assert code == 3 and "0 lines done · 4 were there, 2 of them bad: --retry-errors · 0 bad" in err
+    assert (
+        code == 3
+        and "0 lines done · 4 skipped, 2 of them with errors: --retry-errors · 0 failed" in err
+    )
     figures = json.loads(run(prompts, "--out", out, *common, "--json")[1])
     assert (figures["there"], figures["bad_there"], figures["bad"]) == (4, 2, 0)
 
@@ -425,12 +431,12 @@ def test_ids_are_of_one_line_each(run, common, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"id": "a", "prompt": "x"}\nno JSON\n{"prompt": "y", "id": "a"}\n')
     code, _, err = run(prompts, "--out", out, *common)
-    assert code == 2 and err.endswith("kvjax: error: line 3: its id 'a' is that of line 1 too\n")
+    assert code == 2 and err.endswith("kvjax: error: line 3: line 1 has the same id 'a'\n")
     assert not out.read_bytes()
     prompts.write_text(prompts.read_text() + '{"prompt": "z", "xyzzy": 1}')
     code, _, err = run("-", "--out", out, *common, stdin=prompts.read_bytes())
-    assert code == 3 and "its id 'a' is that of line 1 too" in err
-    assert "it has 'xyzzy': there are id, prompt, tokens" in err
+    assert code == 3 and "line 1 has the same id 'a'" in err
+    assert "unknown field 'xyzzy': use id, prompt, tokens" in err
     assert [json.loads(line)["line"] for line in whole(out)] == [1, 2, 3, 4]
 
 
@@ -438,7 +444,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     for arguments, words in (
-        ((prompts, "--out", prompts), "is to be read, and can't be --out too"),
+        ((prompts, "--out", prompts), "is the input, and can't be --out too"),
         ((prompts,), "--out"),
         ((tmp_path / "none.jsonl", "--out", out), "none.jsonl"),
         ((tmp_path, "--out", out), str(tmp_path)),
@@ -448,7 +454,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
         ((prompts, "--out", out, "--max-new-tokens", 500), "the engine's max_seq_len is 128"),
         ((prompts, "--out", out, "--cache", "static"), "in pages"),
         ((prompts, "--out", out, "--cache-memory", "much"), "'much' is not a size"),
-        ((prompts, "--out", out, "--max-batch-size", 0), "max_batch_size must be an integer"),
+        ((prompts, "--out", out, "--max-batch-size", 0), "--max-batch-size"),
     ):  # fmt: skip
         code, printed, err = run(*arguments[:1], *common, *arguments[1:])
         assert (code, printed) == (2, "") and words in err, err
@@ -498,7 +504,7 @@ def test_killed_ten_times_no_line_is_lost_or_doubled(tmp_path):
         found = [json.loads(line)["line"] for line in data.split(b"\n")[:-1]]
         assert len(set(found)) == len(found)
     ended = subprocess.run(command(prompts, out), check=True, capture_output=True, text=True)
-    assert whole(out) == wanted and "were there" in ended.stderr
+    assert whole(out) == wanted and "skipped" in ended.stderr
 
 
 @pytest.mark.rare
@@ -511,11 +517,11 @@ def test_an_interrupt_is_a_clean_end(tmp_path):
     running.send_signal(signal.SIGINT)
     _, err = running.communicate()
     assert running.returncode == 130
-    assert err.startswith("kvjax: stopped with ") and err.endswith("the same command goes on\n")
+    assert err.startswith("kvjax: stopped with ") and err.endswith("the same command continues\n")
     assert len(whole(out)) == int(err.split()[3].replace(",", ""))
 
 
 def test_a_key_tells_lines_and_settings():
-    keys = {key_of(line, settings) for line in (b"a", b"b") for settings in ("", "a", "b")}
+    keys = {input_key(line, settings) for line in (b"a", b"b") for settings in ("", "a", "b")}
     assert len(keys) == 6 and all(len(key) == 16 for key in keys)
-    assert json.dumps({"line": 1}).encode().startswith(batch_results.HEAD)
+    assert json.dumps({"line": 1}).encode().startswith(batch_files.RESULT_START)

@@ -224,7 +224,7 @@ def test_a_shape_with_random_weights(run, monkeypatch):
     # The embedding is not the head, so of it there is one row.
     assert cell["weight_bytes"] == 4 * (2 * layer + 64 + 300 * 64 + 64)
     monkeypatch.setattr(bench_command, "_memory", lambda: 10**5)
-    assert "but there are only 100 kB of memory" in run("--shape", "small")[2]
+    assert "but the memory has only 100 kB" in run("--shape", "small")[2]
 
 
 def test_shapes_of_models_of_today():
@@ -241,9 +241,9 @@ def test_shapes_of_models_of_today():
 
 
 def test_policies_in_words():
-    assert bench_command._policies(None) == ["static"]
+    assert bench_command._split_policies(None) == ["static"]
     words = ["static,quantized", "bits=2", "sliding_window,window=128,bits=8,dynamic"]
-    assert bench_command._policies(words) == [
+    assert bench_command._split_policies(words) == [
         "static", "quantized", "bits=2", "sliding_window,window=128,bits=8", "dynamic",
     ]  # fmt: skip
 
@@ -251,14 +251,14 @@ def test_policies_in_words():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--batch", "many"), "--batch is 'many': give whole numbers with commas"),
+        (("--batch", "many"), "--batch is 'many': give integers separated by commas"),
         (("--prompt", "0"), "prompts must be an integer >= 1, got 0"),
         (("--cache", "turbo"), "unknown cache policy 'turbo'"),
         (("--cache", "static,speed=9"), "settings are"),
         (("--kv-bits", "5"), "5 bits for keys"),
-        (("--shape", "gpt5"), "no shape 'gpt5' is known: there are gpt2, "),
-        (("--shape", "gpt-neox-20b"), "kvjax runs no gpt-neox-20b with random weights"),
-        (("--shape", "gpt2"), "kvjax runs no gpt2 with random weights"),
+        (("--shape", "gpt5"), "unknown shape 'gpt5': give one of gpt2, "),
+        (("--shape", "gpt-neox-20b"), "can't make gpt-neox-20b with random weights"),
+        (("--shape", "gpt2"), "can't make gpt2 with random weights"),
         (("--shape", "gpt2", "--dtype", "int8"), "dtype is 'int8'"),
         (("--shape", "gpt2", "--model", "here"), "give one of --model"),
     ],

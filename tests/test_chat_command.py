@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli.chat_loop import Talk
+from kvjax.cli.chat_loop import ChatLoop
 
 SHARED = {"max_len": 256, "max_new_tokens": 8}
 OPTIONS = ("--max-len", "256", "--max-new-tokens", "8")
@@ -56,9 +56,9 @@ def test_every_command(talk, tiny_llama, tmp_path):
     lines += ["/system", "/undo", f"/save {tmp_path / 'x'}", "/show", f"/load {tmp_path / 'x'}"]
     options = ("--system", "sys", "--draft-layers", 1, *OPTIONS)  # which /load has again
     code, out, err = talk(*lines, "/system -", "/exit", "ignored", options=options)
-    shown = f"system: none\n1 > fg\n{chat.turns[0].answer}\n(there is no system prompt)\n"
+    shown = f"system: none\n1 > fg\n{chat.turns[0].answer}\n(no system prompt)\n"
     assert (code, out) == (0, wanted + shown)
-    for words in ("(taken back: h)", "(saved in ", "(1 turn from "):
+    for words in ("(removed: h)", "(saved in ", "(1 turn from "):
         assert words in err
     code, out, err = talk("/help", "/stats", "/show", "/system")
     assert code == 0 and out.count("\n") == 11 + 12 + 2 and not err
@@ -70,14 +70,14 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("")
     wrong = {
-        "/nope": "there is no command /nope: there are /help, ",
+        "/nope": "no command /nope: use /help, ",
         "/retry": "the chat has 0",
         "/undo": "the chat has 0",
         "/edit x": "there is no turn 0 to edit: the chat has 0",
         "/save": "/save takes a folder",
         f"/save {tmp_path / 'mine'}": "which is not written over",
         f"/load {tmp_path}": "no chat was saved there",
-        "/exit now": "/exit takes nothing behind it",
+        "/exit now": "/exit takes no argument",
         "a" * 300: "and has room for 256",
     }
     code, out, err = talk(*wrong, "ab", "/edit 1", "/edit 3 x")
@@ -95,7 +95,7 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
     for options, words in (
         (("--temperature", -1), "temperature must be"),
         (("--load", tmp_path / "mine"), "no chat was saved there"),
-        (("--load", tmp_path, "--kv-bits", 4), "leave --cache out"),
+        (("--load", tmp_path, "--kv-bits", 4), "omit --cache"),
         (("--template", tmp_path / "none"), "No such file"),
         (("--on-full", "grow"), "on_full is 'grow'"),
     ):
@@ -118,7 +118,7 @@ def test_templates_and_full_chats(talk, tiny_llama, tmp_path):
     assert code == 0 and out.startswith(wanted) and chat.stats.dropped > 1
     assert f"{chat.stats.dropped} (dropped) > " in out and f"\n{chat.stats.dropped + 1} > " in out
     code, out, err = talk("ab", options=("--template", "plain", *OPTIONS))
-    assert code == 0 and "there is no chat template" in err
+    assert code == 0 and "the model has no chat template" in err
     # What it says stands right behind what it is told, as kvjax.generate has it.
     alone = kvjax.generate(tiny_llama, ["ab"], max_new_tokens=8, max_len=256)
     assert out == alone.text[0] + "\n"
@@ -144,7 +144,7 @@ def test_an_interrupt_at_the_prompt_says_how_to_leave(tiny_llama, monkeypatch, c
         return line
 
     monkeypatch.setattr("builtins.input", input_)
-    Talk(chat, alone=False).run()
+    ChatLoop(chat, interactive=True).run()
     out, err = capfd.readouterr()
     answer = chat.turns[0].answer
     assert out == f"\n{answer}\n1 > ab\n{answer}\n\n" and len(chat.turns) == 1
@@ -198,7 +198,7 @@ def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     def type_(line: str) -> None:
         os.write(ours, line.encode() + b"\n")
 
-    await_(b"Ctrl-D the chat")
+    await_(b"Ctrl-D leaves the chat")
     await_(b"> ")
     type_("after")
     await_(b"(cut off")

@@ -16,9 +16,9 @@ import rich.progress
 
 import kvjax
 from kvjax import cli, models
-from kvjax.cli import progress as waiting
-from kvjax.cli.chat_loop import Talk
-from kvjax.cli.guiding import given_form
+from kvjax.cli import progress
+from kvjax.cli.chat_loop import ChatLoop
+from kvjax.cli.options import GrammarOptions
 from kvjax.codecs import Raw
 from kvjax.core import compat
 from kvjax.core.reporting import progress_callback
@@ -93,8 +93,8 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
     code, _, err = run("generate", " upon", *go_on[2:6], "--max-new-tokens", 3)
     assert code == 0 and "6 prompt + 3 new tokens" in err
     for words, message in (
-        (("--cache", "dynamic"), "leave --cache out"), (("--no-cache",), "leave --no-cache out"),
-        (("--chat",), "--chat begins a conversation"), (("--max-len", 50), "max_len is 50, but"),
+        (("--cache", "dynamic"), "omit --cache"), (("--no-cache",), "--no-cache leaves no cache"),
+        (("--chat",), "--chat starts a conversation"), (("--max-len", 50), "max_len is 50, but"),
     ):  # fmt: skip
         assert_refused(run(*go_on, *words), message)
     elsewhere = ("generate", "", *model[:2], "--load-cache", tmp_path)
@@ -150,7 +150,7 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         code, out, _ = run(*model, *words)
         assert code == 0 and (json.loads(out)["text"] if "--json" in words else out[:-1]) in wanted
     for words, message in (
-        (("--regex", "a", "--choice", "b"), "--regex can't stand beside --choice"),
+        (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
         (("--regex", "("), "the regex can't be used"),
         (("--grammar", tmp_path / "none"), "there is no file"),
         (("--json-schema", "point"), "there is no file 'point'"),
@@ -162,7 +162,7 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
     lark.write_text('start: s\ns: "a" s | s "b" s')
     for words in (), ("--n", 2, "--temperature", 1):
         code, _, err = run(*model, "--grammar", lark, *words)
-        assert code == 2 and "its guide can't go on: parser error" in err and "state>" not in err
+        assert code == 2 and "its grammar failed: parser error" in err and "state>" not in err
 
 
 @pytest.mark.slow
@@ -200,7 +200,7 @@ def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
 def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_llama):
     """One line of warning, and a field of the figures."""
     context = tiny_llama.config.context
-    warning = "kvjax: warning: the text goes 3 tokens beyond the length"
+    warning = "kvjax: warning: the text is 3 tokens longer than the model was trained for"
     for more in ((), ("--json",)):
         arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 4, *more)
         code, out, err = run("generate", "a" * (context - 1), *arguments)
@@ -223,7 +223,7 @@ def test_a_home_behind_an_equals_sign(run, tmp_path, monkeypatch):
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", **small}))
     assert run("plan", "--config=~/config.json", "--max-len=8", "--estimate", "--json")[0] == 0
-    assert given_form("~/config.json", None, None, None)[1].startswith("{")
+    assert GrammarOptions(json_schema="~/config.json").read()[1].startswith("{")
     assert_refused(run("plan", "--config=~no-such-user/config.json"), "~no-such-user")
     assert_refused(run("info", "--model=~no-such-user/model"), "~no-such-user")
     assert_refused(run("generate", "--file=~/none"), str(tmp_path / "none"))
@@ -439,7 +439,7 @@ def test_eval_recall(run):
     assert heading.split()[:4] == ["policy", "of", "bfloat16", "right"] and row[:6] == "bits=4"
     code, out, _ = run("eval", "--recall", "--policy", "bits=4", "--json")
     assert code == 0 and json.loads(out)["bits=4"]["share"] > 0.98
-    refused = "--context is not for --recall, which has a model of its own"
+    refused = "--context does not apply to --recall, which has its own model"
     assert_refused(run("eval", "--recall", "--context", 100), refused)
 
 
@@ -480,19 +480,24 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--config", config): "the config has no num_attention_heads or n_head",
         ("--config", config, "--shape", "gpt2"): "give one of --model",
         ("--shape", "gpt2", "--max-len", 0): "max_len must be an integer >= 1, got 0",
-        ("--shape", "gpt5"): "no shape 'gpt5' is known: there are gpt2, ",
+        ("--shape", "gpt5"): "unknown shape 'gpt5': give one of gpt2, ",
         ("--shape", "gpt2", "--device", "v9"): "unknown device 'v9': choose one of v5e, v6e, v5p",
-        ("--device", "v5e", "--memory", "16GB"): "--device has a memory and a compiler of its own",
-        ("--device", "v5e", "--memory-fraction", "0.5"): "without --memory, --memory-fraction",
-        ("--device", "v5e", "--cache", "auto"): "with --device give what it chooses among",
-        ("--device", "v5e", "--mesh", "auto"): "--mesh auto goes by the devices that are here",
-        ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: --max-len, perhaps",
+        ("--device", "v5e", "--memory", "16GB"): "--device has its own memory and compiler",
+        ("--device", "v5e", "--memory-fraction", "0.5"): "omit --memory, --memory-fraction",
+        ("--device", "v5e", "--cache", "auto"): "give one of the policies that it chooses from",
+        ("--device", "v5e", "--mesh", "auto"): "--mesh auto depends on local devices",
+        ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: did you mean --max-len?",
         ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: give two policies",
         ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: two",
-        ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction are for --memory",
+        ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction need --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is not a size",
         ("--shape", "gpt2", "--memory", 80): "'80' has no unit: give 80GB",
-        ("--shape", "gpt2", "--cache", "auto"): "--cache auto keeps to a memory: give --memory",
+        (
+            "--shape",
+            "gpt2",
+            "--cache",
+            "auto",
+        ): "--cache auto needs the memory of the device: give --memory",
         ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
         ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",
     }.items():
@@ -512,21 +517,31 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
     monkeypatch.setattr("kvjax.memory.device_plan.plan_on", plan_on)
     command = "plan", "--shape", "gpt2", "--device", "v5e", "--max-len", 64
     sentences = [
-        (15e9, "Too large, static: it has 16 GB, and the weights take 15 GB, which leaves 1 GB"),
-        (15.9e9, "Too large, all of these: it has 16 GB, and the weights take 15.9 GB, which"),
+        (
+            15e9,
+            "Too large: static. The memory of the device is 16 GB; the weights take 15 GB, which "
+            "leaves 1 GB for the cache",
+        ),
+        (
+            15.9e9,
+            "Too large: all of these. The memory of the device is 16 GB; the weights take 15.9 GB",
+        ),
         (
             17e9,
-            "Too large, all of these: it has 16 GB, and the weights alone take 17 GB; more devices "
-            "divide them (--mesh, with --model or --config)",
+            "Too large: all of these. The memory of the device is 16 GB, less than the weights (17 "
+            "GB): divide them among devices (--mesh, with --model or --config)",
         ),
         (1e9, ""),
     ]
     for taken, sentence in sentences:
         weights.append(int(taken))
         code, out, _ = run(*command)
-        assert code == 0 and "compiled for TPU v5 lite with 16 GB, of which nothing ran" in out
+        assert (
+            code == 0
+            and "compiled ahead of time for TPU v5 lite with 16 GB; nothing was executed" in out
+        )
         assert sentence in out and ("Too large" in out) == bool(sentence)
-        assert "and sends" not in out
+        assert "sends" not in out
     found = json.loads(run(*command, "--json")[1])
     static = found["plans"]["static"]
     assert found["mesh"] is None and static["moved"] == 10**9
@@ -741,8 +756,8 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
     assert many["cache"]["device"] == one["cache"]["device"] / 4
     assert one["weights"] / 2 < many["weights"] < 0.51 * one["weights"]
     assert_refused(run(*plan, "--mesh", "data=3"), "4 rows can't be divided among data=3")
-    assert_refused(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "without --memory")
-    assert_refused(run(*plan, "--mesh", "auto"), "plan for so many, tensor=4")
+    assert_refused(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "omit --memory")
+    assert_refused(run(*plan, "--mesh", "auto"), "give a size, such as tensor=4")
     assert one["temporaries"] / 5 < many["temporaries"] < one["temporaries"] / 3
     assert_refused(
         run("plan", "--shape", "gpt2", "--mesh", "tensor=2"), "for a model that kvjax runs"
@@ -801,7 +816,7 @@ class AtOnce:
 @pytest.fixture
 def terminal(monkeypatch):
     """Both streams as one terminal, and what was drawn there; no work is too short to be shown."""
-    monkeypatch.setattr(waiting.threading, "Timer", AtOnce)
+    monkeypatch.setattr(progress.threading, "Timer", AtOnce)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     drawn = rich.progress.Progress.update
@@ -826,12 +841,12 @@ def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
     """That it reads, and that it compiles, gone when the answer begins; nothing else is lost."""
     # Of a length that no other test has, so that it compiles.
     chat = kvjax.Chat(tiny_llama, max_len=77, max_new_tokens=6, eos_token_ids=[])
-    talk = Talk(chat, alone=False)
+    talk = ChatLoop(chat, interactive=True)
     for warm in (False, True):
         seen = terminal()
         AtOnce.asked.clear()
         talk._answer(chat.send("ab"))
-        assert set(AtOnce.asked) == {waiting.SOON}
+        assert set(AtOnce.asked) == {progress.SHORT_DELAY}
         seen, answer = seen.getvalue(), chat.turns[-1].answer
         assert "reading the prompt" in seen and "generating" in seen
         for what in ("reading the prompt", "generating"):
@@ -844,8 +859,8 @@ def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
 def test_pieces_come_one_by_one_where_nothing_is_shown(capfd):
     taken = []
     pieces = (taken.append(n) or n for n in range(4))
-    assert waiting.begun(pieces, "reading") == [0] and taken == [0]
-    assert waiting.begun(iter(()), "reading") == []
+    assert progress.first_pieces(pieces, "reading") == [0] and taken == [0]
+    assert progress.first_pieces(iter(()), "reading") == []
     assert capfd.readouterr() == ("", "")
 
 
@@ -878,7 +893,7 @@ def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_pat
 
 
 def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llama_dir, tmp_path):
-    monkeypatch.setattr(waiting, "LINES", 0.0)
+    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
     evaluated(monkeypatch, tiny_llama_dir, tmp_path)
     out, err = capfd.readouterr()
     assert "window" not in out and out.startswith("policy")

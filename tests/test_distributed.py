@@ -185,7 +185,7 @@ def test_processes_that_were_told_different_things_end(start, told):
     ]:
         error = process.communicate(timeout=60)[1].decode()
         assert process.returncode == 2
-        assert "process 1 was given another prompt, mesh or setting than process 0" in error
+        assert "process 1 has another prompt, mesh or setting than process 0" in error
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_a_wrong_number_of_processes_is_an_error(start):
     for process in both:
         error = process.communicate(timeout=60)[1].decode()
         assert process.returncode == 2
-        assert "not all of 3 processes came together within 8 seconds" in error
+        assert "the 3 processes did not start within 8 seconds" in error
     port = free_port()
     told = [
         start(*few, "--heartbeat-timeout", "5", process_id=n, count=count, port=port)
@@ -232,7 +232,7 @@ def test_a_wrong_number_of_processes_is_an_error(start):
     ]
     error = told[1].communicate(timeout=60)[1].decode()
     assert told[1].returncode == 2
-    assert "--processes is 3, but process 0 was told of 2" in error
+    assert "--processes is 3, but process 0 has 2" in error
     told[0].communicate(timeout=60)
     assert told[0].returncode not in (0, None)
 
@@ -240,7 +240,7 @@ def test_a_wrong_number_of_processes_is_an_error(start):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--process-id", "2"), "--process-id is 2, but there are 2 processes, 0 the first"),
+        (("--process-id", "2"), "--process-id is 2, but must be less than 2"),
         (("--coordinator", "here"), "--coordinator is 'here': give host and port"),
         (("--coordinator", "1234"), "--coordinator is '1234': give host and port"),
         (("--coordinator", "here:99999"), "--coordinator is 'here:99999': give host and port"),

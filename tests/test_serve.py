@@ -24,14 +24,14 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli.batch_lines import asked_for, object_of
+from kvjax.cli.batch_files import parse_line, parse_prompt
+from kvjax.cli.serve_command import check_installed
 from kvjax.generation.guides.grammars import Guides
 from kvjax.memory import InferenceLimits
 from kvjax.models.chat import ChatTemplates
 from kvjax.serve.logprobs import TokenTexts
-from kvjax.serve.needed import check_installed
-from kvjax.serve.server import Server, address_of, bound
-from kvjax.serve.settings import Settings
+from kvjax.serve.server import Server, bind, url_of
+from kvjax.serve.state import ServerSettings
 from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,14 +58,14 @@ class Running:
             draft=draft,
         )  # fmt: skip
         self._step, self.engine.step = self.engine.step, self._counted
-        self.server = Server(self.engine, lm, Settings(name=MODEL, **settings))
+        self.server = Server(self.engine, lm, ServerSettings(name=MODEL, **settings))
         self._ready = threading.Event()
 
     def __enter__(self):
-        self.listener = bound("127.0.0.1", 0)
+        self.listener = bind("127.0.0.1", 0)
         if self.buffer is not None:
             self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, self.buffer)
-        self.url = address_of(self.listener)
+        self.url = url_of(self.listener)
         self.address = self.listener.getsockname()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
         self._thread.start()
@@ -119,15 +119,15 @@ class Running:
         raise AssertionError("it never holds")
 
     def idle(self):
-        self.until(lambda: not self.engine.busy and not self.server.shared.active)
+        self.until(lambda: not self.engine.busy and not self.server.state.active_requests)
         assert sum(self.engine.stats().used) == 0
-        assert self.server.shared.queue.taken == 0
-        assert not self.server.shared.handles
+        assert self.server.state.queue.in_use == 0
+        assert not self.server.state.handles
 
     def ended(self, reason):
         """How many choices have ended so."""
         name = f'request_success_total{{finished_reason="{reason}"}} '
-        text = self.server.shared.figures.text().decode()
+        text = self.server.state.metrics.exposition().decode()
         return sum(int(float(x.removeprefix(name))) for x in text.splitlines() if name in x)
 
 
@@ -303,12 +303,12 @@ def test_logprobs_are_the_models_own(running):
     chosen = wanted[np.arange(8), tokens]
     np.testing.assert_allclose(whole["token_logprobs"], chosen, atol=1e-4)
     texts = TokenTexts(lm.tokenizer)
-    assert whole["tokens"] == [texts.of(token)[0] for token in tokens]
+    assert whole["tokens"] == [texts.lookup(token)[0] for token in tokens]
     assert_offsets(choice)
     each = zip(wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True)
     for row, text, mine, likeliest in each:
         # Tokens that are parts of characters may have the same text.
-        best = texts.of(int(row.argmax()))[0]
+        best = texts.lookup(int(row.argmax()))[0]
         assert likeliest[text] >= mine and 1 <= len(likeliest) <= 4
         assert likeliest[best] == max(likeliest.values()) == pytest.approx(row.max(), abs=1e-4)
     pieces = events(running.post(prompt="hello", **settings, logprobs=3, stream=True).text)
@@ -426,7 +426,7 @@ def test_the_last_message_is_continued(running):
     tokens = lm.chat(messages, continue_final_message=True)
     assert lm.decode(tokens).endswith("[assistant]The answer is ")
     line = {"messages": messages, "continue_final_message": True}
-    assert asked_for(line, lm, False) == (tokens, {})
+    assert parse_prompt(line, lm, False) == (tokens, {})
     wanted = alone(running, tokens, max_new_tokens=6).text
     for more in ({}, {"add_generation_prompt": False}):
         found = running.post("chat/completions", **body, continue_final_message=True, **more)
@@ -451,8 +451,8 @@ def test_bytes_of_tokens_make_the_text(running):
     texts = TokenTexts(running.lm.tokenizer)
     for text in ("é €", "plain", "a\n\t\0\x7f­"):
         ids = running.lm.tokenizer.encode(text)
-        assert bytes(byte for i in ids for byte in texts.of(i)[1] or ()).decode() == text
-    assert texts.of(257) == ("</s>", list(b"</s>"))
+        assert bytes(byte for i in ids for byte in texts.lookup(i)[1] or ()).decode() == text
+    assert texts.lookup(257) == ("</s>", list(b"</s>"))
 
 
 @pytest.mark.slow
@@ -662,7 +662,7 @@ def test_what_asks_for_nothing_is_passed_over(running):
 
 
 def test_limits_have_their_statuses(own):
-    running = own(places=ROWS + 1, max_body=4096)
+    running = own(max_sequences=ROWS + 1, max_body=4096)
     client = running.client()
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.completions.create(model="other", prompt="a")
@@ -687,12 +687,12 @@ def test_limits_have_their_statuses(own):
     running.hold()
     with concurrent.futures.ThreadPoolExecutor() as pool:
         some = [pool.submit(running.post, prompt="a", max_tokens=2) for _ in range(ROWS)]
-        running.until(lambda: len(running.server.shared.handles) == ROWS)
+        running.until(lambda: len(running.server.state.handles) == ROWS)
         with pytest.raises(openai.RateLimitError) as found:
             client.completions.create(model=MODEL, prompt="a", n=2)
         assert int(found.value.response.headers["retry-after"]) >= 1
         some.append(pool.submit(running.post, prompt="a", max_tokens=2))
-        running.until(lambda: len(running.server.shared.handles) == ROWS + 1)
+        running.until(lambda: len(running.server.state.handles) == ROWS + 1)
         assert running.post(prompt="a").status_code == 429
         running.go_on()
         assert [each.result().status_code for each in some] == [200] * (ROWS + 1)
@@ -700,7 +700,7 @@ def test_limits_have_their_statuses(own):
 
 
 def test_keys_and_tenants(own):
-    running = own(keys=("first", "second"))
+    running = own(api_keys=("first", "second"))
     for key in ("", "wrong", "first second", "fi"):
         with pytest.raises(openai.AuthenticationError, match="API key"):
             running.client(key or "x").completions.create(model=MODEL, prompt="a")
@@ -718,7 +718,7 @@ def test_keys_and_tenants(own):
 
     keys = ("first", "second", "first", "second")
     assert [cached(running, key) for key in keys] == [0, 0, 64, 64]
-    shared = own(keys=("first", "second"), share_prefixes=True)
+    shared = own(api_keys=("first", "second"), share_prefixes=True)
     assert [cached(shared, key) for key in keys] == [0, 64, 64, 64]
 
 
@@ -730,7 +730,7 @@ def test_pages_of_other_sites_are_refused(running, own):
     # A name that its owner has let mean this machine, and a proxy's.
     renamed = {"Origin": "http://other.example", "Host": "other.example"}
     assert running.post(prompt="a", headers=renamed).status_code == 403
-    allowing = own(origins=("http://other.example",))
+    allowing = own(allowed_origins=("http://other.example",))
     for headers in (renamed, {"Origin": "http://other.example"}):
         assert allowing.post(prompt="a", max_tokens=1, headers=headers).status_code == 200
 
@@ -738,7 +738,7 @@ def test_pages_of_other_sites_are_refused(running, own):
 def test_pages_of_an_allowed_site_may_read_what_they_are_sent(own):
     """CORS, as a browser asks for it: before a request, with it, and in streams and errors."""
     site, other = "http://other.example", "http://third.example"
-    allowing = own(origins=(site,), keys=("mine",))
+    allowing = own(allowed_origins=(site,), api_keys=("mine",))
     ask = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
@@ -758,7 +758,7 @@ def test_pages_of_an_allowed_site_may_read_what_they_are_sent(own):
         assert found.headers["access-control-allow-origin"] == site
     assert allowing.post(prompt="a", headers={"Origin": other, **key}).status_code == 403
     assert allowing.post(prompt="a", headers={"Origin": site}).status_code == 401
-    anyone = own(origins=("*",))
+    anyone = own(allowed_origins=("*",))
     found = anyone.post(prompt="a", max_tokens=1, headers={"Origin": other})
     assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "*")
 
@@ -801,7 +801,7 @@ def test_a_client_that_leaves_frees_its_pages(own):
     with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 3}) as x:
         running.let(3)
         assert next(x.iter_lines()).startswith("data: ")
-    running.until(lambda: not running.server.shared.active)
+    running.until(lambda: not running.server.state.active_requests)
     running.go_on()
     running.until(lambda: running.ended("cancelled") == 3)
     running.idle()
@@ -815,11 +815,11 @@ def test_a_client_that_leaves_while_it_waits_frees_its_pages(own):
     some = [socket.create_connection(running.address) for _ in range(ROWS + 2)]
     for each in some:
         each.sendall(head + body)
-    running.until(lambda: len(running.server.shared.handles) == ROWS + 2)
+    running.until(lambda: len(running.server.state.handles) == ROWS + 2)
     running.let(2)
     for each in some:
         each.close()
-    running.until(lambda: not running.server.shared.active)
+    running.until(lambda: not running.server.state.active_requests)
     assert running.ended("length") == 0
     running.go_on()
     running.until(lambda: running.ended("cancelled") == ROWS + 2)
@@ -849,7 +849,7 @@ def test_clients_that_come_and_go(own):
 
 
 def test_bodies_that_do_not_come_take_no_place(own):
-    running = own(places=2, patience=60.0)
+    running = own(max_sequences=2, patience=60.0)
     silent = [socket.create_connection(running.address) for _ in range(9)]
     for each in silent:
         each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
@@ -888,7 +888,7 @@ def test_who_reads_slowly_holds_up_nobody(own):
     running.until(lambda: running.ended("length") or running.engine.stats().running)
     assert running.post(prompt="b", max_tokens=4).status_code == 200
     # There is more to read than what lies between can hold, and nobody reads it.
-    running.until(lambda: not running.server.shared.active)
+    running.until(lambda: not running.server.state.active_requests)
     running.idle()
     found = b""
     with contextlib.suppress(ConnectionResetError):
@@ -932,9 +932,9 @@ def test_those_who_were_accepted_are_answered_at_the_end(own):
     assert keep.get("/health").json() == {"status": "ok"}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         some = [pool.submit(running.post, prompt="a", max_tokens=40, seed=n) for n in range(6)]
-        running.until(lambda: len(running.server.shared.handles) == 6)
+        running.until(lambda: len(running.server.state.handles) == 6)
         running.stop()
-        running.until(lambda: running.server.shared.draining)
+        running.until(lambda: running.server.state.draining)
         assert keep.get("/health").status_code == 503
         answer = keep.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
@@ -946,8 +946,8 @@ def test_those_who_were_accepted_are_answered_at_the_end(own):
 
 def test_those_who_take_too_long_at_the_end_are_told(own):
     running, told = own(grace=0.1), threading.Event()
-    shared = running.server.shared
-    give_up, shared.give_up = shared.give_up, lambda: (give_up(), told.set())
+    state = running.server.state
+    cancel_all, state.cancel_all = state.cancel_all, lambda: (cancel_all(), told.set())
     running.hold()
     with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
         running.let(3)
@@ -967,7 +967,7 @@ def test_what_is_known_of_the_server(running):
     assert [each.id for each in models] == [MODEL]
     assert running.client().models.retrieve(MODEL).id == MODEL
     assert running.http.get("/v1/models/other").status_code == 404
-    assert running.http.get("/nothing").json()["error"]["message"] == "there is no /nothing here"
+    assert running.http.get("/nothing").json()["error"]["message"] == "no such path: /nothing"
     assert running.http.get("/v1/completions").status_code == 405
     running.post(prompt="a", max_tokens=4)
     text = running.http.get("/metrics").text
@@ -1017,7 +1017,7 @@ SQUARES = """
 def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
     if os.name == "nt" or browser.found() is None:
         pytest.skip("needs a Chromium")
-    running = own(keys=("first",))
+    running = own(api_keys=("first",))
     prompt = running.lm.chat([{"role": "user", "content": "hello"}])
     settings = {"max_new_tokens": 24, "temperature": 0.0}
     answer, more = (alone(running, each, **settings).text for each in (prompt, "world"))
@@ -1102,7 +1102,9 @@ def test_the_pages_engine_runs(tiny_llama, capsys):
     assert capsys.readouterr().out.startswith(found["handle"].text)
     assert not found["engine"].busy
     (lines,) = re.findall(r"^```text\n(.*?)^```", _section("A file of prompts"), re.M | re.S)
-    asked = [asked_for(object_of(line.encode()), tiny_llama, False) for line in lines.splitlines()]
+    asked = [
+        parse_prompt(parse_line(line.encode()), tiny_llama, False) for line in lines.splitlines()
+    ]
     assert [prompt for prompt, _ in asked] == ["The json module", "An iterator"]
 
 
@@ -1116,9 +1118,14 @@ def test_what_is_not_installed_is_named(monkeypatch):
 
 
 def test_settings_are_checked():
-    for wrong in ({"keys": ("",)}, {"keys": ("a b",)}, {"places": 0}, {"grace": 0.0}):
+    for wrong in (
+        {"api_keys": ("",)},
+        {"api_keys": ("a b",)},
+        {"max_sequences": 0},
+        {"grace": 0.0},
+    ):
         with pytest.raises(ValueError):
-            Settings(name="a", **wrong)
+            ServerSettings(name="a", **wrong)
 
 
 class Process:
@@ -1182,8 +1189,9 @@ def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, word in (
-            (["--port", port], port), (["--api-key", "a b"], "API key"),
-            (["--lookup", "--draft-layers", "1"], "one of them drafts"),
+            (["--port", port], port), (["--port", port, "--group-size", "32"], port),
+            (["--api-key", "a b"], "API key"),
+            (["--lookup", "--draft-layers", "1"], "exclude each other"),
         ):  # fmt: skip
             monkeypatch.setattr(sys, "argv", ["kvjax", "serve", *options])
             with pytest.raises(SystemExit) as leaving:

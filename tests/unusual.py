@@ -27,8 +27,7 @@ import kvjax
 from kvjax import cli, models
 from kvjax.memory import InferenceLimits
 from kvjax.serve.app import make_app
-from kvjax.serve.settings import Settings
-from kvjax.serve.state import Shared
+from kvjax.serve.state import ServerSettings, ServerState
 from tests.test_guided import sentence_pieces
 
 LONGEST, CHUNK, MODEL = 160, 16, "unusual"
@@ -289,7 +288,7 @@ class World:
         self._thread.start()
         self.service = kvjax.Service(served)
         self._wait(self.service.__aenter__())
-        app = make_app(Shared(lm, self.service, Settings(name=MODEL)))
+        app = make_app(ServerState(lm, self.service, ServerSettings(name=MODEL)))
         self._client = httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost"
         )

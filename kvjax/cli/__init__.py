@@ -1,4 +1,4 @@
-"""The command line: a file a command."""
+"""The command line: one file for each command."""
 
 from kvjax.cli.main import app, main
 

@@ -1,207 +1,350 @@
-"""``kvjax batch``: many prompts from a file, and their texts into another."""
+"""``kvjax batch``: generate texts for a file of prompts."""
 
 import json
 import sys
 import time
+from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import drafting, options
-from kvjax.cli.batch_files import Results
-from kvjax.cli.batch_lines import numbered
-from kvjax.cli.batch_running import Batch, Counts
-from kvjax.cli.common import given_mesh, use_compilation_cache
-from kvjax.cli.progress import parting, shown
-from kvjax.cli.streams import echo_json
-from kvjax.policies.presets import parse_policy
+from kvjax.cli import options
+from kvjax.cli.batch_files import (
+    DuplicateIdError,
+    LineIds,
+    ResultsFile,
+    input_key,
+    line_id,
+    number_lines,
+    parse_line,
+    parse_prompt,
+)
+from kvjax.cli.common import mesh_from_option, use_compilation_cache
+from kvjax.cli.interrupts import message_on_interrupt
+from kvjax.cli.options import cache_policy
+from kvjax.cli.output import echo_json, score_as_json
+from kvjax.cli.progress import show_progress
+from kvjax.core.reporting import report_progress
+from kvjax.engine.engine import Engine
+from kvjax.engine.handle import Handle
+from kvjax.engine.stats import EngineStats
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.operations.saving import fingerprint
 
-AHEAD = 4
-"""Requests that the engine has at once, for each of its rows: while one ends, others wait."""
-MOST_TOKENS = 4096
-"""Of a text, where nobody says more: positions of a model may be many, or have no end."""
-BAD = 3
-"""The exit code where lines are bad."""
+REQUESTS_PER_ROW = 4
+"""Requests submitted at once for each row of the engine, so that no row is idle."""
+DEFAULT_MAX_LEN = 4096
+"""Tokens of a sequence, at most, without ``--max-seq-len``."""
+BAD_LINES = 3
+"""The exit code if a line has an error."""
+MAX_REPORTED = 10
+"""Errors of lines that are printed; further ones are only counted."""
+
+NumberedLines = Iterable[tuple[int, bytes]]
 
 
 def batch(
+    *,
     prompts: Annotated[
         Path,
         typer.Argument(
             metavar="PROMPTS",
-            help='JSON objects, one a line: {"prompt": text}, {"tokens": [ids]} or {"messages": '
-            "[chat]}, with an id and the settings below where wanted; - is standard input. With "
-            '"continue_final_message": true the last of the messages is continued.',
+            help='A file of JSON objects, one per line: {"prompt": text}, {"tokens": [ids]} or '
+            '{"messages": [chat]}, optionally with an id and the settings below; - reads standard '
+            'input. With "continue_final_message": true the last message is continued.',
         ),
     ],
     out: Annotated[
         Path,
         typer.Option(
-            help="Results, a line each, in the order in which they come: line says whose it is. "
-            "Those that are there are not done again."
+            help="The file of results, one per line, in the order in which they finish; the field "
+            "line is the number of the prompt's line. Lines that have a result are skipped."
         ),
     ],
-    model: options.Model = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 128,
-    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many.")] = 0,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    typical_p: options.TypicalP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
+    model: options.ModelOptions,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.")] = 128,
+    min_new_tokens: Annotated[
+        int, typer.Option(help="Do not end a text before this many new tokens.")
+    ] = 0,
+    sampling: options.Sampling,
     seed: Annotated[
-        int, typer.Option(help="Draws of a line go by this and its number, or by its own seed.")
+        int,
+        typer.Option(help="The seed of a line is this plus its number, unless the line has one."),
     ] = 0,
     stop: options.Stop = None,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Log-probabilities of the tokens, and of so many of the likeliest."),
+        typer.Option(help="Return log-probabilities of the tokens and of this many likeliest."),
     ] = None,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put each prompt into the model's chat template.")
     ] = False,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Try bad lines again, mended or not.")
+        bool, typer.Option("--retry-errors", help="Run lines again whose result is an error.")
     ] = False,
     cache: options.Cache = "paged",
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    max_batch_size: Annotated[int, typer.Option(help="Texts that are written at once.")] = 8,
-    max_seq_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a prompt and its text; by default the model's positions, 4096 at most."
-        ),
-    ] = None,
-    rotary_len: options.RotaryLen = None,
-    pages: Annotated[
-        int | None, typer.Option(help="Of each pool; by default what all rows can need.")
-    ] = None,
-    cache_memory: Annotated[
-        str | None, typer.Option(help="In place of --pages: what all may take: 8GiB, 500MB.")
-    ] = None,
-    prefill_chunk: Annotated[int, typer.Option(help="Tokens of a prompt read together.")] = 256,
+    quantization: options.Quantization,
+    size: options.EngineOptions,
     mesh: options.Mesh = "auto",
-    draft: drafting.DraftFrom = None,
-    draft_layers: drafting.DraftLayers = None,
-    lookup: drafting.Lookup = False,
+    drafting: options.Drafting,
     as_json: options.Json = False,
 ) -> None:
-    """Continue the prompts of a file. What was stopped goes on where it was: the same command, and
-    no line is done twice."""
-    drafts = draft, draft_layers, lookup
-    drafting.check_draft(*drafts)
-    standard = str(prompts) == "-"
-    if not standard and out.exists() and prompts.exists() and prompts.samefile(out):
-        raise ValueError(f"{prompts} is to be read, and can't be --out too")
-    policy = parse_policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size
-    )
-    settings: Any = {
-        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "typical_p": typical_p, "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": stop or None,
+    """Continue the prompts in a file. An interrupted run continues with the same command, and runs
+    no line twice."""
+    drafting.check()
+    from_stdin = str(prompts) == "-"
+    if not from_stdin and out.exists() and prompts.exists() and prompts.samefile(out):
+        raise ValueError(f"{prompts} is the input, and can't be --out too")
+    policy = cache_policy(cache, quantization)
+    settings: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        **asdict(sampling),
+        "seed": seed,
+        "stop": stop or None,
         "logprobs": logprobs,
-    }  # fmt: skip
-    streamed = standard or not prompts.is_file()  # a pipe can't be read twice
+    }
+    streamed = from_stdin or not prompts.is_file()  # a pipe can't be read twice
     with (
-        nullcontext(sys.stdin.buffer) if standard else prompts.open("rb") as file,
-        closing(Results(out, again=retry_errors)) as results,
+        nullcontext(sys.stdin.buffer) if from_stdin else prompts.open("rb") as file,
+        closing(ResultsFile(out, retry_errors=retry_errors)) as results,
     ):
         if streamed and len(results):
             raise ValueError(
-                f"{out} has {len(results)} results, and only lines of a file can be gone on with"
+                f"{out} has {len(results)} results, and only a run over a file can be continued"
             )
         use_compilation_cache()
-        from kvjax import models
-        from kvjax.engine.engine import Engine
-        from kvjax.memory.limits import InferenceLimits
-        from kvjax.operations.saving import fingerprint
-
-        with shown("loading"):
-            lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
-            length = _length(lm) if max_seq_len is None else max_seq_len
-            limits = InferenceLimits(max_batch_size=max_batch_size, max_seq_len=length)
-            engine = Engine(
-                lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
-                draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
-                rotary_len=rotary_len,
-            )  # fmt: skip
-            engine.check([0], **settings)  # what is wrong for all is told before them
-            ends = lm.generation.eos_token_ids
-            key = json.dumps([settings, chat, repr(policy), fingerprint(lm), ends])
-        with shown("reading the lines") as say:
-            run = Batch(
-                engine, lm, results, settings, key=key, chat=chat, most=AHEAD * max_batch_size,
-                say=say,
-            )  # fmt: skip
+        with show_progress("loading"):
+            lm = model.load(mesh_from_option(mesh))
+            positions = lm.config.position_limit or lm.config.context or DEFAULT_MAX_LEN
+            draft = drafting.load(lm, lm.mesh, model.dtype)
+            engine = size.engine(lm, policy, min(positions, DEFAULT_MAX_LEN), draft=draft)
+            engine.check([0], **settings)  # reports an invalid setting before the first line
+            end_tokens = lm.generation.eos_token_ids
+            key = json.dumps([settings, chat, repr(policy), fingerprint(lm), end_tokens])
+        with show_progress("reading the lines") as print_line:
+            run = BatchRun(
+                engine,
+                lm,
+                results,
+                settings,
+                key=key,
+                chat=chat,
+                max_requests=REQUESTS_PER_ROW * size.max_batch_size,
+                print_line=print_line,
+            )
             total = None
             if not streamed:
-                total = run.check(numbered(file))
+                total = run.check(number_lines(file))
                 file.seek(0)
-            results.begin()
+            results.prepare()
             start = time.perf_counter()
-            with parting(
-                lambda: _stopped(len(results) + run.counts.done + run.counts.bad, streamed)
-            ):
-                counts = run.run(numbered(file), total)
+            with message_on_interrupt(lambda: _interrupted(len(results) + run.finished, streamed)):
+                counts = run.run(number_lines(file), total)
             seconds = time.perf_counter() - start
-    found = _figures(counts, engine.stats(), seconds)
+    report = _report(counts, engine.stats(), seconds)
     if as_json:
-        echo_json(found)
+        echo_json(report)
     else:
-        typer.echo(_summary(found, out), err=True)
-    if counts.bad or counts.bad_there:
-        raise typer.Exit(BAD)
+        typer.echo(_summary(report, out), err=True)
+    if counts.failed or counts.skipped_errors:
+        raise typer.Exit(BAD_LINES)
 
 
-def _length(lm: Any) -> int:
-    """Tokens of a prompt and its text, where nobody says more."""
-    return min(lm.config.position_limit or lm.config.context or MOST_TOKENS, MOST_TOKENS)
+@dataclass
+class BatchCounts:
+    """Counts of lines and tokens.
+
+    ``done``: lines with a text. ``failed``: lines with an error. ``skipped``: lines with an
+    existing result. ``skipped_errors``: skipped lines whose result is an error. The tokens are
+    those of the lines that are done.
+    """
+
+    done: int = 0
+    failed: int = 0
+    skipped: int = 0
+    skipped_errors: int = 0
+    prompt_tokens: int = 0
+    new_tokens: int = 0
 
 
-def _figures(counts: Counts, stats: Any, seconds: float) -> dict[str, Any]:
+class BatchRun:
+    """A run over all lines of a file.
+
+    Args:
+      engine: an idle engine.
+      lm: the engine's model.
+      results: the file to append the results to.
+      settings: settings for all lines; a line's own settings override them. The number of a line
+        is added to ``seed``, so that its text does not depend on which lines ran before.
+      key: represents everything that the results depend on, except the lines.
+      chat: whether prompts are put into the chat template.
+      max_requests: requests that the engine has at once.
+      print_line: prints an error.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        lm: LanguageModel,
+        results: ResultsFile,
+        settings: dict[str, Any],
+        *,
+        key: str,
+        chat: bool,
+        max_requests: int,
+        print_line: Callable[[str], None],
+    ) -> None:
+        self._engine, self._lm, self._results, self._settings = engine, lm, results, settings
+        self._key, self._chat = key, chat
+        self._max_requests, self._print_line = max_requests, print_line
+        self._running: dict[Handle, tuple[int, str, str | int | None]] = {}
+        self._ended: list[Handle] = []
+        self._ids = LineIds()
+        self.counts = BatchCounts()
+
+    @property
+    def finished(self) -> int:
+        """Lines that this run has finished, with or without an error."""
+        return self.counts.done + self.counts.failed
+
+    def check(self, lines: NumberedLines) -> int:
+        """Compare all lines with the existing results, and return their number.
+
+        Raises:
+          ValueError: if a result belongs to a different or a missing line, or if two lines have
+            the same id.
+        """
+        number, ids = 0, LineIds()
+        for number, raw in lines:
+            self._results.has(number, input_key(raw, self._key))
+            try:
+                ids.add(number, line_id(parse_line(raw)) if b'"id"' in raw else None)
+            except DuplicateIdError as error:
+                raise ValueError(f"line {number}: {error}") from None
+            except ValueError:
+                continue  # ``_submit`` reports it
+        if number < self._results.last_line:
+            raise self._results.mismatch(self._results.last_line)
+        return number
+
+    def run(self, lines: NumberedLines, total: int | None = None) -> BatchCounts:
+        """Run all lines that have no result; ``total``: the number of lines, if it is known."""
+        remaining, read = iter(lines), 0
+        while True:
+            while len(self._running) < self._max_requests:
+                line = next(remaining, None)
+                if line is None:
+                    break
+                read = line[0]
+                self._submit(*line)
+            if not self._running:
+                return self.counts
+            report_progress(
+                "answering lines", read - len(self._running), read if total is None else total
+            )
+            self._engine.step()
+            for handle in self._ended:
+                self._write(handle)
+            self._ended.clear()
+
+    def _submit(self, number: int, raw: bytes) -> None:
+        key = input_key(raw, self._key)
+        if self._results.has(number, key):
+            self.counts.skipped += 1
+            self.counts.skipped_errors += self._results.is_error(number)
+        elif raw:
+            entry: dict[str, Any] = {}
+            try:
+                entry = parse_line(raw)
+                self._ids.add(number, line_id(entry))
+                prompt, own_settings = parse_prompt(entry, self._lm, self._chat)
+                seed = self._settings["seed"] + number
+                settings: dict[str, Any] = self._settings | {"seed": seed} | own_settings
+                handle = self._engine.submit(prompt, callback=self._on_update, **settings)
+            except ValueError as error:
+                self._write_error(number, key, line_id(entry), error)
+            else:
+                self._running[handle] = number, key, line_id(entry)
+
+    def _on_update(self, handle: Handle) -> None:
+        if handle.done:
+            self._ended.append(handle)
+
+    def _write(self, handle: Handle) -> None:
+        number, key, name = self._running.pop(handle)
+        if handle.error is not None:
+            self._write_error(number, key, name, handle.error)
+            return
+        prompt_tokens, new_tokens = len(handle.request.tokens), len(handle.tokens)
+        result: dict[str, Any] = {
+            "id": name,
+            "text": handle.text,
+            "tokens": handle.tokens,
+            "reason": handle.reason,
+            "usage": {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
+        }
+        if handle.logprobs is not None:
+            result["logprobs"] = [score_as_json(score) for score in handle.logprobs]
+        self._results.append(number, key, result)
+        self.counts.done += 1
+        self.counts.prompt_tokens += prompt_tokens
+        self.counts.new_tokens += new_tokens
+
+    def _write_error(self, number: int, key: str, name: str | int | None, error: Exception) -> None:
+        message = " ".join(str(error).split())
+        self._results.append(number, key, {"id": name, "error": message})
+        self.counts.failed += 1
+        if self.counts.failed <= MAX_REPORTED:
+            self._print_line(f"kvjax: line {number}: {message}")
+        elif self.counts.failed == MAX_REPORTED + 1:
+            self._print_line("kvjax: more lines have errors; see their results")
+
+
+def _report(counts: BatchCounts, stats: EngineStats, seconds: float) -> dict[str, Any]:
+    """The statistics of a run, as ``--json`` prints them."""
     return {
-        **asdict(counts), "cached_tokens": stats.cached_tokens, "preemptions": stats.preemptions,
-        "drafted_tokens": stats.drafted_tokens, "accepted_tokens": stats.accepted_tokens,
-        "seconds": seconds, "tokens_per_second": counts.new_tokens / max(seconds, 1e-9),
-    }  # fmt: skip
+        "done": counts.done,
+        "bad": counts.failed,
+        "there": counts.skipped,
+        "bad_there": counts.skipped_errors,
+        "prompt_tokens": counts.prompt_tokens,
+        "new_tokens": counts.new_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "preemptions": stats.preemptions,
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "seconds": seconds,
+        "tokens_per_second": counts.new_tokens / max(seconds, 1e-9),
+    }
 
 
-def _summary(found: dict[str, Any], out: Path) -> str:
+def _summary(report: dict[str, Any], out: Path) -> str:
     """The last line of a run."""
-    parts = [f"{_lines(found['done'])} done"]
-    if found["there"]:
-        bad = f", {found['bad_there']:,} of them bad: --retry-errors" if found["bad_there"] else ""
-        parts.append(f"{found['there']:,} were there{bad}")
-    parts.append(f"{found['bad']:,} bad" + (f", see error in {out}" if found["bad"] else ""))
+    parts = [f"{_lines(report['done'])} done"]
+    if report["there"]:
+        errors = report["bad_there"]
+        hint = f", {errors:,} of them with errors: --retry-errors" if errors else ""
+        parts.append(f"{report['there']:,} skipped{hint}")
+    parts.append(f"{report['bad']:,} failed" + (f", see {out}" if report["bad"] else ""))
     parts.append(
-        f"{found['prompt_tokens']:,} prompt ({found['cached_tokens']:,} cached) + "
-        f"{found['new_tokens']:,} new tokens"
+        f"{report['prompt_tokens']:,} prompt ({report['cached_tokens']:,} cached) + "
+        f"{report['new_tokens']:,} new tokens"
     )
-    if found["drafted_tokens"]:
-        parts.append(f"{found['accepted_tokens']:,} of {found['drafted_tokens']:,} drafted")
-    parts.append(f"{found['seconds']:.1f} s, {found['tokens_per_second']:.1f} tokens/s")
+    if report["drafted_tokens"]:
+        accepted = f"{report['accepted_tokens']:,} of {report['drafted_tokens']:,}"
+        parts.append(f"{accepted} drafted tokens accepted")
+    parts.append(f"{report['seconds']:.1f} s, {report['tokens_per_second']:.1f} tokens/s")
     return " · ".join(parts)
 
 
-def _stopped(done: int, streamed: bool) -> str:
-    """The last line of a run that is interrupted."""
-    more = "put the lines into a file to go on" if streamed else "the same command goes on"
-    return f"kvjax: stopped with {_lines(done)} done: {more}"
+def _interrupted(done: int, streamed: bool) -> str:
+    """The last line of an interrupted run."""
+    how = "put the lines into a file to continue" if streamed else "the same command continues"
+    return f"kvjax: stopped with {_lines(done)} done: {how}"
 
 
 def _lines(count: int) -> str:

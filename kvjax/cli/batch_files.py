@@ -1,12 +1,14 @@
-"""The results of ``kvjax batch``: a file that one process appends whole lines to."""
+"""The files of ``kvjax batch``: input lines, and the results that are appended for them."""
 
 import contextlib
+import difflib
+import hashlib
 import json
 import os
 import shutil
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,38 +16,171 @@ import numpy as np
 
 from kvjax.cli.output import to_json
 
-HEAD = b'{"line": '
-"""How each result begins."""
-SECONDS = 5.0
-"""After which results are on the disk, if the machine fails."""
+PROMPTS = ("prompt", "tokens", "messages")
+SETTINGS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "no_repeat_ngram_size",
+    "logit_bias",
+    "seed",
+    "stop",
+    "logprobs",
+    "priority",
+)
+_CONTINUE = "continue_final_message"
+_FIELDS = ("id", *PROMPTS, _CONTINUE, *SETTINGS)
+_TYPES = {
+    "prompt": (str, "a string"),
+    "tokens": (list, "a list of token ids"),
+    "messages": (list, "a list of messages"),
+    _CONTINUE: (bool, "true or false"),
+    "logit_bias": (dict, "an object of token ids and biases"),
+    "stop": ((str, list), "a string or a list of strings"),
+}
+
+RESULT_START = b'{"line": '
+"""Every result starts with this."""
+SYNC_SECONDS = 5.0
+"""Results older than this are on the disk, even if the machine fails."""
+
+
+def number_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file with their numbers, from 1, without surrounding whitespace."""
+    for number, line in enumerate(file, 1):
+        yield number, line.strip()
+
+
+def input_key(line: bytes, settings: str) -> str:
+    """A hash of an input line and its settings: 16 hexadecimal digits."""
+    return hashlib.sha256(settings.encode() + b"\n" + line).hexdigest()[:16]
+
+
+def parse_line(line: bytes) -> dict[str, Any]:
+    """The JSON object of an input line, without fields that are null.
+
+    Raises:
+      ValueError: if it is not a JSON object.
+    """
+    try:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON, at character {error.pos + 1}: {error.msg}") from None
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if not isinstance(entry, dict):
+        raise ValueError("not a JSON object")
+    return {name: value for name, value in entry.items() if value is not None}
+
+
+def line_id(entry: dict[str, Any]) -> str | int | None:
+    """The ``id`` of an input line, None if it has none or an invalid one."""
+    value = entry.get("id")
+    return value if isinstance(value, str | int) else None
+
+
+class DuplicateIdError(ValueError):
+    """Two input lines have the same id."""
+
+
+class LineIds:
+    """The ids of the lines read so far, to detect duplicates."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str | int, int] = {}
+
+    def add(self, number: int, value: str | int | None) -> None:
+        """Add the id of a line; None if it has none.
+
+        Raises:
+          DuplicateIdError: if another line has the same id.
+        """
+        if value is not None and self._lines.setdefault(value, number) != number:
+            raise DuplicateIdError(f"line {self._lines[value]} has the same id {value!r}")
+
+
+def parse_prompt(entry: dict[str, Any], lm: Any, chat: bool) -> tuple[Any, dict[str, Any]]:
+    """The prompt of an input line, as text or token ids, and the line's own settings.
+
+    ``lm``: its chat template renders ``messages``, and with ``chat`` also a ``prompt``.
+
+    Raises:
+      ValueError: with the field that is wrong.
+    """
+    if unknown := [name for name in entry if name not in _FIELDS]:
+        similar = difflib.get_close_matches(unknown[0], _FIELDS, 1)
+        hint = f"did you mean {similar[0]!r}?" if similar else f"use {', '.join(_FIELDS)}"
+        raise ValueError(f"unknown field {unknown[0]!r}: {hint}")
+    if "id" in entry and line_id(entry) is None:
+        raise ValueError("id must be a string or an integer")
+    prompts = [name for name in PROMPTS if name in entry]
+    if len(prompts) != 1:
+        message = f"the line has {' and '.join(prompts) or 'no prompt'}"
+        raise ValueError(f"{message}: give one of {', '.join(PROMPTS)}")
+    for name, (kind, expected) in _TYPES.items():
+        if name in entry and not isinstance(entry[name], kind):
+            raise ValueError(f"{name} must be {expected}")
+    try:
+        json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        surrogate = error.object[error.start]
+        raise ValueError(f"the line has an unpaired surrogate {surrogate!r}") from None
+    settings = {name: entry[name] for name in SETTINGS if name in entry}
+    if "logit_bias" in settings:
+        settings["logit_bias"] = {_token_id(k): x for k, x in entry["logit_bias"].items()}
+    (source,) = prompts
+    prompt = entry[source]
+    arguments = {_CONTINUE: True} if entry.get(_CONTINUE) else {}
+    if arguments and source != "messages":
+        raise ValueError(f"{_CONTINUE} needs messages, but the line has {source}")
+    if source == "messages":
+        prompt = lm.chat(prompt, **arguments)
+    elif source == "prompt" and chat:
+        prompt = lm.chat([{"role": "user", "content": prompt}])
+    return prompt, settings
+
+
+def _token_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()):
+        raise ValueError(f"logit_bias has {text!r}, which is not a token id")
+    return int(text)
 
 
 class _Result(NamedTuple):
-    """What is asked of a result that is there."""
+    """What matters of an existing result: its line, its key, and whether it is an error."""
 
     line: int
     key: int
-    bad: bool
+    is_error: bool
 
 
-class Results:
-    """Results in the order in which they come, each on a line of its own: ``{"line": its number,
-    "input": its key, ...}``.
+class ResultsFile:
+    """A file of results, one per line: ``{"line": number, "input": key, ...}``.
 
-    A line is one write at the file's end. So whoever is killed leaves whole lines, and one at most
-    that is torn, which the next process cuts off. The file is locked until ``close``.
+    Results come in any order. Each is appended by a single write, so a process that is killed
+    leaves whole lines and at most one partial line, which the next process cuts off. The file is
+    locked until ``close``.
 
     Args:
-      path: of the file; it is made if it is not there.
-      again: whether those with an ``error`` count as not there; see ``begin``.
+      path: the file; it is created if it does not exist.
+      retry_errors: whether errors count as missing results; see ``prepare``.
 
     Raises:
-      ValueError: if another process has it, or something else stands there.
+      ValueError: if another process uses the file, or it holds something else.
     """
 
-    def __init__(self, path: Path, *, again: bool = False) -> None:
-        self.path, self._again = path, again
-        self._file = _opened(path)
+    def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
+        self.path, self._retry_errors = path, retry_errors
+        self._file = _open_locked(path)
         self._synced = time.monotonic()
         try:
             self._read()
@@ -57,75 +192,77 @@ class Results:
         return self._lines.size
 
     @property
-    def last(self) -> int:
-        """The highest number of a line that was there, 0 without any."""
+    def last_line(self) -> int:
+        """The highest line number with an existing result; 0 without results."""
         return int(self._lines[-1]) if len(self) else 0
 
     def has(self, line: int, key: str) -> bool:
-        """Whether the result of a line was there.
+        """Whether a line has an existing result.
 
         Raises:
-          ValueError: if it is that of another one, by its key.
+          ValueError: if the result has another key.
         """
-        at = int(np.searchsorted(self._lines, line))
-        if at == len(self) or self._lines[at] != line:
+        index = int(np.searchsorted(self._lines, line))
+        if index == len(self) or self._lines[index] != line:
             return False
-        if self._keys[at] != int(key, 16):
-            raise self.foreign(line)
+        if self._keys[index] != int(key, 16):
+            raise self.mismatch(line)
         return True
 
-    def bad(self, line: int) -> bool:
-        """Whether the result of a line that ``has`` one is an error."""
-        return line in self._bad
+    def is_error(self, line: int) -> bool:
+        """Whether the existing result of a line is an error."""
+        return line in self._errors
 
-    def foreign(self, line: int) -> ValueError:
-        """The error for a result that is of nothing that was asked for."""
+    def mismatch(self, line: int) -> ValueError:
+        """The error for a result that does not belong to the input."""
         return ValueError(
-            f"{self.path} holds results of other lines or of other settings: line {line}; give "
-            "another --out"
+            f"{self.path} holds results of other lines or of other settings, first at line {line}: "
+            "give another --out"
         )
 
-    def begin(self) -> None:
-        """Before the first result, take out those that are tried again: a new file takes the place
-        of the old one."""
-        if self._dropped:
-            self._rewrite()
-        with contextlib.suppress(OSError):  # the name must not be lost with the machine either
+    def prepare(self) -> None:
+        """Prepare for the first result.
+
+        With ``retry_errors``, the errors are removed: a new file replaces the old one.
+        """
+        if self._num_retried:
+            self._remove_errors()
+        with contextlib.suppress(OSError):  # so that the file's name survives a machine failure
             folder = os.open(self.path.resolve().parent, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
 
-    def _rewrite(self) -> None:
-        real = self.path.resolve()
-        beside = real.with_name(f".{real.name}.kvjax-new")
-        beside.unlink(missing_ok=True)
-        file = _opened(beside)
+    def _remove_errors(self) -> None:
+        path = self.path.resolve()
+        new_path = path.with_name(f".{path.name}.kvjax-new")
+        new_path.unlink(missing_ok=True)
+        file = _open_locked(new_path)
         with open(self._file, "rb", closefd=False) as old, open(file, "wb", closefd=False) as new:
             old.seek(0)
             for line in old:
-                found = _result(line)
-                if found is not None and not found.bad:
+                result = _parse_result(line)
+                if result is not None and not result.is_error:
                     new.write(line)
-        shutil.copymode(real, beside)
+        shutil.copymode(path, new_path)
         os.fsync(file)
-        os.replace(beside, real)
+        os.replace(new_path, path)
         os.close(self._file)
-        self._file, self._dropped = file, 0
+        self._file, self._num_retried = file, 0
 
-    def add(self, line: int, key: str, result: dict[str, Any]) -> None:
-        """Append a result."""
-        words = to_json({"line": line, "input": key, **result})
-        # JSON writes halves of characters just so.
-        data = words.encode("utf-8", "backslashreplace") + b"\n"
-        while data:  # once, but on a disk that is full, whose error comes with the second
+    def append(self, line: int, key: str, result: dict[str, Any]) -> None:
+        """Append the result of a line."""
+        text = to_json({"line": line, "input": key, **result})
+        # JSON writes an unpaired surrogate as the same escape.
+        data = text.encode("utf-8", "backslashreplace") + b"\n"
+        while data:  # a full disk writes a part, and the second write raises
             data = data[os.write(self._file, data) :]
-        if time.monotonic() - self._synced > SECONDS:
+        if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
     def close(self) -> None:
-        """See all to the disk, and let others have the file."""
+        """Write everything to the disk, and release the lock."""
         try:
             self._sync()
         finally:
@@ -136,83 +273,83 @@ class Results:
         self._synced = time.monotonic()
 
     def _read(self) -> None:
-        """Find what is there, and cut off a last line that is torn."""
+        """Read the existing results, and cut off a partial last line."""
         lines, keys = array("q"), array("Q")
-        self._bad: set[int] = set()
-        self._dropped = end = 0
+        self._errors: set[int] = set()
+        self._num_retried = end = 0
         with open(self._file, "rb", closefd=False) as file:
-            for number, (raw, found) in enumerate(_results(file), 1):
-                if found is None:
-                    if not _torn(raw) or file.read(1):
+            for number, raw in enumerate(file, 1):
+                result = _parse_result(raw)
+                if result is None:
+                    if not _may_be_partial(raw) or file.read(1):
                         raise ValueError(
-                            f"{self.path} has something else than results of kvjax batch, on its "
-                            f"line {number}"
+                            f"{self.path} is not a file of results: its line {number} was not "
+                            "written by kvjax batch"
                         )
                     os.ftruncate(self._file, end)
                     break
                 end += len(raw)
-                if self._again and found.bad:
-                    self._dropped += 1
+                if self._retry_errors and result.is_error:
+                    self._num_retried += 1
                 else:
-                    lines.append(found.line)
-                    keys.append(found.key)
-                    if found.bad:
-                        self._bad.add(found.line)
-        found = np.frombuffer(lines, np.int64) if lines else np.zeros(0, np.int64)
-        order = np.argsort(found, kind="stable")
-        self._lines = found[order]
+                    lines.append(result.line)
+                    keys.append(result.key)
+                    if result.is_error:
+                        self._errors.add(result.line)
+        unsorted = np.frombuffer(lines, np.int64) if lines else np.zeros(0, np.int64)
+        order = np.argsort(unsorted, kind="stable")
+        self._lines = unsorted[order]
         self._keys = (np.frombuffer(keys, np.uint64) if keys else np.zeros(0, np.uint64))[order]
-        twice = self._lines[1:][self._lines[1:] == self._lines[:-1]]
-        if twice.size:
-            raise ValueError(f"{self.path} holds line {twice[0]} twice")
+        repeated = self._lines[1:][self._lines[1:] == self._lines[:-1]]
+        if repeated.size:
+            raise ValueError(f"{self.path} has two results for line {repeated[0]}")
 
 
-def _results(file: Any) -> Iterator[tuple[bytes, _Result | None]]:
-    for raw in file:
-        yield raw, _result(raw)
-
-
-def _result(raw: bytes) -> _Result | None:
-    """A line of the file, None if it is not whole, or no result."""
+def _parse_result(raw: bytes) -> _Result | None:
+    """A line of the file; None if it is incomplete or not a result."""
     try:
-        found: Any = json.loads(raw) if raw.endswith(b"\n") else None
-        line, key = found["line"], int(found["input"], 16)
-        fits = type(line) is int and 0 < line < 2**63 and 0 <= key < 2**64
-        return _Result(line, key, "error" in found) if fits else None
+        value: Any = json.loads(raw) if raw.endswith(b"\n") else None
+        line, key = value["line"], int(value["input"], 16)
+        valid = type(line) is int and 0 < line < 2**63 and 0 <= key < 2**64
+        return _Result(line, key, "error" in value) if valid else None
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
 
 
-def _torn(raw: bytes) -> bool:
-    """Whether it may be what is left of a result: its beginning, or what a disk had not yet."""
-    return HEAD.startswith(raw[: len(HEAD)]) or not raw.strip(b"\0")
+def _may_be_partial(raw: bytes) -> bool:
+    """Whether a line may be a partial result: its start, or zeros from an unfinished disk write."""
+    return RESULT_START.startswith(raw[: len(RESULT_START)]) or not raw.strip(b"\0")
 
 
-def _opened(path: Path) -> int:
-    """A file to append to, which no other process has; a ``ValueError`` if one has."""
+def _open_locked(path: Path) -> int:
+    """Open a file for appending, and lock it.
+
+    Raises:
+      ValueError: if another process has locked it.
+    """
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is not a file")
-    how = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-    file = os.open(path, how, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+    file = os.open(path, flags, 0o666)
     try:
         _lock(file)
-        if not os.path.samestat(os.fstat(file), os.stat(path)):  # it has made place for a new one
+        if not os.path.samestat(os.fstat(file), os.stat(path)):  # replaced while we waited
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         os.close(file)
-        raise ValueError(f"{path}: another process writes its results there") from None
+        raise ValueError(f"{path}: another process is writing its results there") from None
     return file
 
 
 def _lock(file: int) -> None:
-    """Keep others out as long as it is open, where the system can see to that."""
+    """Lock a file while it is open, on systems that support it."""
     try:
         import fcntl
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # nor on every file system
+    except OSError:  # a file system without locks
         return

@@ -1,129 +1,143 @@
-"""``kvjax bench``: how fast a model decodes here, and where the time goes."""
+"""``kvjax bench``: how fast a model decodes on this device, and where the time goes."""
 
 import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import jax
 import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.progress import shown
-from kvjax.cli.streams import echo_json
+from kvjax.cli.output import echo_json
+from kvjax.cli.progress import show_progress
 from kvjax.core.reporting import readable_bytes
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.memory.limits import device_memory
+from kvjax.memory.shapes import ModelShape
 from kvjax.memory.sizes import weight_bytes
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import layer_windows
 from kvjax.policies.presets import parse_policy
 
-if TYPE_CHECKING:
-    from kvjax.generation.loaded_model import LanguageModel
-    from kvjax.memory.shapes import ModelShape
-
 
 def bench(
+    *,
     model: options.Model = None,
     revision: options.Revision = None,
     shape: options.KnownShape = None,
     dtype: options.Dtype = None,
-    batch: Annotated[str, typer.Option("--batch", "-b", help="Rows: 1,8.")] = "1",
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="Tokens: 64,512.")] = "64,512,2048",
+    batch: Annotated[
+        str, typer.Option("--batch", "-b", help="Batch sizes, separated by commas: 1,8.")
+    ] = "1",
+    prompt: Annotated[
+        str,
+        typer.Option("--prompt", "-p", help="Prompt lengths in tokens, separated by commas."),
+    ] = "64,512,2048",
     cache: Annotated[
         list[str] | None,
         typer.Option(
-            help="A policy, NAME or NAME,SETTING=VALUE,...; several with commas, or repeated."
+            help="A policy, as NAME or NAME,SETTING=VALUE,...; several separated by commas, or "
+            "repeated."
         ),
     ] = None,
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    window: options.Window = None,
-    sinks: options.Sinks = None,
+    quantization: options.Quantization,
+    sliding_window: options.SlidingWindow,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
-    steps: Annotated[int, typer.Option(help="Steps that are timed together, at most 128.")] = 32,
-    repeats: Annotated[int, typer.Option(help="How often; medians are shown.")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps to time together, at most 128.")] = 32,
+    repeats: Annotated[int, typer.Option(help="Repeats; the median is shown.")] = 5,
     prefill: Annotated[bool, typer.Option(help="Time prefill too.")] = True,
-    plot: Annotated[Path | None, typer.Option(help="Draw time and bandwidth (png, svg).")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Plot time and bandwidth into this file (png, svg).")
+    ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Time decoding and prefill on this device: by batch, length of the prompt, and policy."""
+    """Time decoding and prefill on this device, by batch size, prompt length and cache policy."""
     use_compilation_cache()
     from kvjax import models
     from kvjax.bench import measure, tables
     from kvjax.quality import reports
 
     if shape is not None and (model is not None or revision is not None):
-        raise ValueError("give one of --model (with its --revision) and --shape")
-    bits = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits, "group": group_size,
-            "window": window, "sinks": sinks}  # fmt: skip
-    given = "".join(f",{name}={n}" for name, n in bits.items() if n is not None)
-    named = {words + given: parse_policy(words + given) for words in _policies(cache)}
+        raise ValueError("give either --model (with its --revision) or --shape")
+    settings = quantization.settings() | sliding_window.settings()
+    suffix = "".join(f",{name}={value}" for name, value in settings.items() if value is not None)
+    policies = {name + suffix: parse_policy(name + suffix) for name in _split_policies(cache)}
     if plot is not None:
-        reports.pyplot()  # if it is missing, that is told before anything is measured
-    batches, prompts = _numbers("--batch", batch), _numbers("--prompt", prompt)
+        reports.pyplot()  # raises early if matplotlib is missing
+    batches, prompts = _integers("--batch", batch), _integers("--prompt", prompt)
     if shape is None:
-        with shown("loading"):
+        with show_progress("loading"):
             lm = models.load(model, dtype=dtype, revision=revision)
     else:
-        with shown("making weights"):
+        with show_progress("making weights"):
             check_dtype(dtype)
             lm = random_model(shape, known_shape(shape), dtype)
-    found = measure(
-        lm, named, prompts=prompts, batches=batches, steps=steps, repeats=repeats, prefill=prefill,
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
-        told=lambda words: typer.echo(words, err=True),
-    )  # fmt: skip
+    report = measure(
+        lm,
+        policies,
+        prompts=prompts,
+        batches=batches,
+        steps=steps,
+        repeats=repeats,
+        prefill=prefill,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        told=lambda line: typer.echo(line, err=True),
+    )
     name = model or shape or "the embedded model"
     if plot is not None:
-        tables.plot(found, plot, title=name)
+        tables.plot(report, plot, title=name)
     if as_json:
-        echo_json({"model": name} | dataclasses.asdict(found))
+        echo_json({"model": name} | dataclasses.asdict(report))
         return
-    typer.echo(f"{name} in {found.dtype} on {found.device}, JAX {found.jax}\n")
-    typer.echo(reports.format_columns(tables.decode_rows(found)))
-    typer.echo("\nmilliseconds of a step by difference; a prompt's, all rows together\n")
-    typer.echo(reports.format_columns(tables.part_rows(found)))
-    typer.echo("\n".join(["", tables.device_line(found), *found.left_out]))
+    typer.echo(f"{name} in {report.dtype} on {report.device}, JAX {report.jax}\n")
+    typer.echo(reports.format_columns(tables.decode_rows(report)))
+    typer.echo("\nmilliseconds of a decode step, by difference, and of the prefill of all rows\n")
+    typer.echo(reports.format_columns(tables.part_rows(report)))
+    typer.echo("\n".join(["", tables.device_line(report), *report.left_out]))
 
 
-def _policies(given: list[str] | None) -> list[str]:
-    """Policies in words, one each: a piece without a value begins another."""
-    found: list[str] = []
-    for words in given or ["static"]:
-        for number, piece in enumerate(words.split(",")):
-            if "=" in piece and number:
-                found[-1] += f",{piece.strip()}"
+def _split_policies(options: list[str] | None) -> list[str]:
+    """The policies of ``--cache``; after a comma, a word without ``=`` starts another policy."""
+    policies: list[str] = []
+    for option in options or ["static"]:
+        for number, part in enumerate(option.split(",")):
+            if "=" in part and number:
+                policies[-1] += f",{part.strip()}"
             else:
-                found.append(piece.strip())
-    return found
+                policies.append(part.strip())
+    return policies
 
 
-def _numbers(option: str, words: str) -> list[int]:
+def _integers(option: str, value: str) -> list[int]:
     try:
-        return [int(piece) for piece in words.split(",")]
+        return [int(part) for part in value.split(",")]
     except ValueError:
-        raise ValueError(f"{option} is {words!r}: give whole numbers with commas") from None
+        raise ValueError(f"{option} is {value!r}: give integers separated by commas") from None
 
 
-def random_model(name: str, shape: "ModelShape", dtype: str | None) -> "LanguageModel":
-    """A model of a shape with random weights, if kvjax runs such a model and its weights fit."""
-    from kvjax.generation.loaded_model import LanguageModel
+def random_model(name: str, shape: ModelShape, dtype: str | None) -> LanguageModel:
+    """A model of this shape with random weights.
+
+    Raises:
+      ValueError: if kvjax can't run such a model, or its weights do not fit the memory.
+    """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
     from kvjax.models.generation import GenerationDefaults
 
     if not shape.gated or shape.learned_positions:
         raise ValueError(
-            f"kvjax runs no {name} with random weights: of these shapes it runs those that are "
-            "like Llama (gated, with rotary positions)"
+            f"can't make {name} with random weights: only shapes like Llama's are supported (gated "
+            "MLP, rotary positions)"
         )
     config = LlamaConfig(
         model_type="llama", vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
@@ -139,21 +153,21 @@ def random_model(name: str, shape: "ModelShape", dtype: str | None) -> "Language
     weights, memory = weight_bytes(architecture), _memory()
     if memory is not None and weights > memory:
         raise ValueError(
-            f"the weights of {name} take {readable_bytes(weights)}, but there are only "
-            f"{readable_bytes(memory)} of memory"
+            f"the weights of {name} take {readable_bytes(weights)}, but the memory has only "
+            f"{readable_bytes(memory)}"
         )
     shapes = architecture.abstract_params()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
-    # An array at a time: all of them as one program would be there twice.
+    # One program for each array: a single program for all would hold them twice.
     like = jax.jit(lambda key, x: 0.02 * jax.random.normal(key, x.shape, x.dtype), static_argnums=1)
     params = jax.tree.map(lambda leaf: Device().put(like(next(keys), leaf)), shapes)
     return LanguageModel(config, params, None, GenerationDefaults(), architecture, source=name)
 
 
 def _memory() -> int | None:
-    """Bytes of the device's memory, or of the machine's where it is that; None if not told."""
+    """The memory of the device, or of the host for a CPU, in bytes; None if it is unknown."""
     with contextlib.suppress(ValueError):
         return device_memory()
-    with contextlib.suppress(AttributeError, ValueError):  # not every system has these names
+    with contextlib.suppress(AttributeError, ValueError):  # not on every system
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

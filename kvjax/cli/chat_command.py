@@ -7,99 +7,98 @@ from typing import Annotated, Any
 import typer
 
 from kvjax.chats.rendering import PLAIN
-from kvjax.cli import drafting, options
-from kvjax.cli.chat_loop import Talk
-from kvjax.cli.common import given_mesh, read, use_compilation_cache
-from kvjax.cli.progress import raised, shown
+from kvjax.cli import options
+from kvjax.cli.chat_loop import ChatLoop
+from kvjax.cli.common import mesh_from_option, read_text, use_compilation_cache
+from kvjax.cli.interrupts import raise_interrupts
+from kvjax.cli.options import cache_policy
+from kvjax.cli.progress import show_progress
 from kvjax.core.array_folder import expand_user
 from kvjax.policies.presets import parse_policy
 
 
 def chat(
-    model: options.Model = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = None,
+    *,
+    model: options.ModelOptions,
     system: Annotated[str | None, typer.Option(help="The system prompt.")] = None,
     template: Annotated[
         str | None,
         typer.Option(
             help="A file with a chat template (Jinja), or plain for none; by default the "
-            "checkpoint's."
+            "checkpoint's template."
         ),
     ] = None,
     load: Annotated[
-        Path | None, typer.Option(help="Go on with the chat in this folder, which /save wrote.")
+        Path | None, typer.Option(help="Continue the chat in this folder, which /save wrote.")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(help="An answer ends after so many tokens; by default 512.")
+        int | None, typer.Option(help="Tokens of an answer, at most; by default 512.")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(help="By default 0, which takes the likeliest token.")
+        float | None,
+        typer.Option(help="By default 0, which always takes the likeliest token."),
     ] = None,
     top_k: options.TopK = None,
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     repetition_penalty: options.RepetitionPenalty = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed, the same answers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     stop: options.Stop = None,
     max_len: Annotated[
         int | None,
         typer.Option(
-            help="Tokens the chat can have; by default what the model is trained for, at most 4096."
+            help="Tokens of the chat, at most; by default the length that the model was trained "
+            "for, up to 4096."
         ),
     ] = None,
     on_full: Annotated[
         str | None,
-        typer.Option(help="When there is no room: stop (the default), or drop the oldest turns."),
+        typer.Option(help="When the chat is full: stop (the default), or drop the oldest turns."),
     ] = None,
     cache: options.Cache = "static",
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    window: options.Window = None,
-    sinks: options.Sinks = None,
-    prefetch: options.Prefetch = None,
-    cache_memory: options.CacheMemory = None,
+    quantization: options.Quantization,
+    sliding_window: options.SlidingWindow,
+    offloading: options.Offloading,
     mesh: options.Mesh = "auto",
-    draft: drafting.DraftFrom = None,
-    draft_layers: drafting.DraftLayers = None,
-    lookup: drafting.Lookup = False,
+    drafting: options.Drafting,
 ) -> None:
-    """Talk with a model, turn by turn on one cache; /help lists what else there is."""
-    policy = parse_policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
-        window=window, sinks=sinks, prefetch=prefetch, memory=cache_memory,
-    )  # fmt: skip
+    """Chat with a model; /help lists the commands of a chat."""
+    policy = cache_policy(cache, quantization, sliding_window, offloading)
     if load is not None and policy != parse_policy("static"):
-        raise ValueError("the chat in --load has its cache and its policy: leave --cache out")
+        raise ValueError("--load uses the policy of the saved chat: omit --cache")
     if template not in (None, PLAIN):
-        template = read(expand_user(template))
-    given: dict[str, Any] = {
-        "system": system, "template": template,
-        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
-        "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty, "seed": seed,
-        "stop": stop or None, "max_len": max_len, "on_full": on_full,
-    }  # fmt: skip
-    # What was saved with a chat stays as it is, but for what is asked for.
-    given = {name: value for name, value in given.items() if value is not None}
-    drafts = draft, draft_layers, lookup
-    drafting.check_draft(*drafts)
+        template = read_text(expand_user(template))
+    settings: dict[str, Any] = {
+        "system": system,
+        "template": template,
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+        "stop": stop or None,
+        "max_len": max_len,
+        "on_full": on_full,
+    }
+    # A saved chat keeps its settings, except those that are given.
+    settings = {name: value for name, value in settings.items() if value is not None}
+    drafting.check()
     use_compilation_cache()
     import kvjax
-    from kvjax import models
 
-    with shown("loading"):
-        where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
-        lm = models.load(model, revision=revision, **where)
-        if any(drafts):
-            given["draft"] = drafting.draft_for(lm, *drafts, **where)
+    with show_progress("loading"):
+        devices = mesh_from_option(mesh)
+        lm = model.load(devices)
+        if drafting.given:
+            settings["draft"] = drafting.load(lm, devices, model.dtype)
         if load is None:
-            chat = kvjax.Chat(lm, cache=policy, **given)
+            chat = kvjax.Chat(lm, cache=policy, **settings)
         else:
-            chat = kvjax.Chat.load(lm, load, **given)
-    talk = Talk(chat, alone=not sys.stdin.isatty())
-    with raised():
-        talk.run()
-    if talk.failed and talk.alone:
+            chat = kvjax.Chat.load(lm, load, **settings)
+    loop = ChatLoop(chat, interactive=sys.stdin.isatty())
+    with raise_interrupts():
+        loop.run()
+    if loop.failed and not loop.interactive:
         raise typer.Exit(2)

@@ -1,128 +1,148 @@
-"""A conversation line by line: what is asked, and commands between."""
+"""The loop of ``kvjax chat``: reads lines, answers them, and runs commands such as ``/save``."""
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from typing import Any
 
 import typer
 
 from kvjax.chats.answer import Answer
 from kvjax.chats.chat import Chat
-from kvjax.cli.chat_words import COMMANDS, HELP, split, stats_table, turns_shown
-from kvjax.cli.output import beyond
-from kvjax.cli.progress import begun, shown
+from kvjax.chats.rendering import Turn
+from kvjax.cli.output import bytes_by_place, context_warning, format_table
+from kvjax.cli.progress import first_pieces, show_progress
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
-_LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER keeps it)"
+COMMANDS = {
+    "help": ("", "show this list"),
+    "show": ("", "show the turns, with their numbers"),
+    "edit": ("[N] TEXT", "replace the message of turn N (by default the last) and continue there"),
+    "retry": ("", "answer the last message again, with another seed"),
+    "undo": ("", "remove the last turn"),
+    "system": ("[TEXT]", "show the system prompt, or replace it; - removes it"),
+    "save": ("FOLDER", "save the chat and its cache"),
+    "load": ("FOLDER", "continue a saved chat instead of this one"),
+    "stats": ("", "show tokens read, cached and generated, seconds, and bytes"),
+    "exit": ("", "leave the chat, like Ctrl-D"),
+}
+"""For each command, its arguments and its description."""
+HELP = "\n".join(
+    [
+        *(f"/{f'{name} {takes}':<17}{what}" for name, (takes, what) in COMMANDS.items()),
+        "//TEXT            send a message that starts with a slash",
+    ]
+)
+_HOW_TO_LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER saves it)"
 
 
-class Talk:
-    """A chat, and what is typed into it.
+class ChatLoop:
+    """Reads lines from standard input into a chat.
 
-    ``alone``: nobody sits there: lines come from a file or a pipe, and an interrupt ends it all.
-    ``failed``: whether a line could not be done.
+    ``interactive``: whether a user types the lines. Otherwise they come from a file or a pipe, and
+    an interrupt ends the loop. ``failed``: whether a line caused an error.
     """
 
-    def __init__(self, chat: Chat, *, alone: bool) -> None:
-        self.chat, self.alone, self.failed = chat, alone, False
+    def __init__(self, chat: Chat, *, interactive: bool) -> None:
+        self.chat, self.interactive, self.failed = chat, interactive, False
         self._warned = False
 
     def run(self) -> None:
-        """Until the lines end, or one says so."""
+        """Run until the input ends, or a line is ``/exit``."""
         self._greet()
         for line in self._lines():
             try:
-                if not self._done(line):
+                if not self._handle(line):
                     return
-            except BrokenPipeError:  # nobody reads what is said
+            except BrokenPipeError:  # standard output is closed
                 raise
             except (KvjaxError, ValueError, OSError) as error:
-                self._tell(error)
-            except Exception as error:  # whatever it is, the chat is still there
-                if self.alone:
+                self._report(error)
+            except Exception as error:  # a bug must not lose the user's chat
+                if not self.interactive:
                     raise
-                memory = jax_0_10_error_code(error) == RESOURCE_EXHAUSTED
-                self._tell(error) if memory else traceback.print_exc()
+                out_of_memory = jax_0_10_error_code(error) == RESOURCE_EXHAUSTED
+                self._report(error) if out_of_memory else traceback.print_exc()
             except KeyboardInterrupt:
                 self.chat.close()
-                if self.alone:
+                if not self.interactive:
                     raise
-                _note(_LEAVE)
+                _note(_HOW_TO_LEAVE)
 
     def _greet(self) -> None:
         if self.chat.plain:
-            _note("kvjax: there is no chat template: the model goes on with what it is told")
-        if not self.alone:
+            _note("kvjax: the model has no chat template: it continues your text")
+        if self.interactive:
             with contextlib.suppress(ImportError):
-                import readline  # noqa: F401  # lines can be edited, and come back
-            _note("/help lists commands, Ctrl-C ends an answer, Ctrl-D the chat")
+                import readline  # noqa: F401  # enables line editing and history
+            _note("/help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves the chat")
             if self.chat.turns:
-                _note(f"({_counted(len(self.chat.turns), 'turn')} so far: /show)")
+                _note(f"({_count(len(self.chat.turns), 'turn')} so far: /show)")
 
     def _lines(self) -> Iterator[str]:
-        """What is typed, or comes from a file, without what ends its lines."""
+        """The lines that are not empty, without their line ends."""
         while True:
             try:
-                line = input() if self.alone else input("> ")
+                line = input("> ") if self.interactive else input()
             except EOFError:
-                if not self.alone:
+                if self.interactive:
                     typer.echo()
                 return
             except UnicodeDecodeError as error:
-                self._tell(ValueError(f"the line is not UTF-8 (byte {error.start})"))
+                self._report(ValueError(f"the line is not UTF-8 (byte {error.start})"))
                 continue
             except KeyboardInterrupt:
-                if self.alone:
+                if not self.interactive:
                     raise
                 typer.echo()
-                _note(_LEAVE)
+                _note(_HOW_TO_LEAVE)
                 continue
             if line.strip():
                 yield line.removesuffix("\r")
 
-    def _done(self, line: str) -> bool:
-        """Whether there may be more after a line: a text, or a command."""
-        name, rest = split(line)
+    def _handle(self, line: str) -> bool:
+        """Answer a message or run a command; whether the loop continues."""
+        name, argument = parse_line(line)
         chat = self.chat
         if name is None:
-            self._answer(chat.send(rest))
+            self._answer(chat.send(argument))
         elif name == "exit":
             return False
         elif name == "help":
             typer.echo(HELP)
         elif name == "show":
-            typer.echo(turns_shown(chat.turns, chat.system))
+            typer.echo(format_turns(chat.turns, chat.system))
         elif name == "stats":
-            typer.echo(stats_table(asdict(chat.stats)))
+            typer.echo(format_stats(asdict(chat.stats)))
         elif name == "retry":
             self._answer(chat.retry())
         elif name == "undo":
-            _note(f"(taken back: {chat.undo().user})")
+            _note(f"(removed: {chat.undo().user})")
         elif name == "edit":
-            self._answer(chat.edit(*_edited(rest, len(chat.turns))))
+            self._answer(chat.edit(*_parse_edit(argument, len(chat.turns))))
         elif name == "system":
-            self._system(rest)
+            self._system(argument)
         elif name == "save":
-            with shown("saving"):
-                chat.save(_folder(name, rest))
-            _note(f"(saved in {rest})")
+            with show_progress("saving"):
+                chat.save(_folder(name, argument))
+            _note(f"(saved in {argument})")
         else:
             assert name == "load" and name in COMMANDS
-            # A draft's model can't be saved, and changes no text: this chat's goes on.
+            # A saved chat has no draft model, and a draft does not change the text.
             draft = chat.settings.get("draft")
-            given = {} if draft is None else {"draft": draft}
-            with shown("loading"):
-                self.chat = type(chat).load(chat.lm, _folder(name, rest), **given)
-            _note(f"({_counted(len(self.chat.turns), 'turn')} from {rest})")
+            settings = {} if draft is None else {"draft": draft}
+            with show_progress("loading"):
+                self.chat = type(chat).load(chat.lm, _folder(name, argument), **settings)
+            _note(f"({_count(len(self.chat.turns), 'turn')} from {argument})")
         return True
 
     def _answer(self, answer: Answer) -> None:
-        """Print an answer as it comes; an interrupt ends it, and it stays as far as it came."""
+        """Print an answer as it is generated; an interrupt stops it and keeps what was printed."""
         printed = 0
         try:
-            begun(answer, "reading the prompt")
+            first_pieces(answer, "reading the prompt")
             while True:
                 typer.echo(answer.text[printed:], nl=False)
                 printed = len(answer.text)
@@ -131,7 +151,7 @@ class Talk:
         except KeyboardInterrupt:
             answer.close()
             typer.echo(answer.text[printed:])
-            if self.alone:
+            if not self.interactive:
                 raise
             _note("(stopped)")
             return
@@ -141,44 +161,80 @@ class Talk:
         typer.echo()
         stats = answer.result.stats
         if stats.stop_reasons[0] == "length":
-            _note("(cut off: --max-new-tokens, or the chat is full)")
+            _note("(cut off by --max-new-tokens, or because the chat is full)")
         if stats.beyond_context and not self._warned:
             self._warned = True
-            _note(beyond(stats.beyond_context))
+            _note(context_warning(stats.beyond_context))
 
     def _system(self, text: str) -> None:
         if text:
             self.chat.system = None if text == "-" else text
-        typer.echo(self.chat.system or "(there is no system prompt)")
+        typer.echo(self.chat.system or "(no system prompt)")
 
-    def _tell(self, error: Exception) -> None:
+    def _report(self, error: Exception) -> None:
         self.failed = True
         _note("kvjax: error: " + " ".join(str(error).split()))
 
 
-def _edited(rest: str, turns: int) -> tuple[int, str]:
-    """Which turn, and its new text."""
-    number, _, text = rest.partition(" ")
+def parse_line(line: str) -> tuple[str | None, str]:
+    """The name of a command and its argument; for a message, None and the message.
+
+    Raises:
+      ValueError: if there is no such command, or it takes no argument but has one.
+    """
+    if line.startswith("//") or not line.startswith("/"):
+        return None, line.removeprefix("/")
+    name, _, argument = line[1:].partition(" ")
+    name, argument = name.strip(), argument.strip()
+    if name not in COMMANDS:
+        known = ", ".join(f"/{command}" for command in COMMANDS)
+        raise ValueError(f"no command /{name}: use {known}; //{name} sends it as a message")
+    if argument and not COMMANDS[name][0]:
+        raise ValueError(f"/{name} takes no argument")
+    return name, argument
+
+
+def format_turns(turns: Sequence[Turn], system: str | None) -> str:
+    """The turns with their numbers; turns that the model no longer sees are marked as dropped."""
+    lines = [] if system is None else [f"system: {system}"]
+    first = turns[-1].first if turns else 0
+    for index, turn in enumerate(turns):
+        dropped = " (dropped)" if index < first else ""
+        lines += [f"{index + 1}{dropped} > {turn.user}", turn.answer]
+    return "\n".join(lines) or "(no turns yet)"
+
+
+def format_stats(stats: dict[str, Any]) -> str:
+    """The statistics of a chat, one per line."""
+    report = {name: round(x, 2) if isinstance(x, float) else x for name, x in stats.items()}
+    report["room"] = "no limit" if stats["room"] is None else stats["room"]
+    report["cache_bytes"] = bytes_by_place(stats["cache_bytes"]) or "none"
+    return format_table(report)
+
+
+def _parse_edit(argument: str, turns: int) -> tuple[int, str]:
+    """The index of the turn to edit, and its new message."""
+    number, _, text = argument.partition(" ")
     if not number.isdecimal():
-        number, text = str(turns), rest
+        number, text = str(turns), argument
     if not turns or not 1 <= int(number) <= turns:
         raise ValueError(
-            f"there is no turn {number} to edit: the chat has {turns}, 1 the first; of "
-            "a text that begins with a number name its turn too"
+            f"there is no turn {number} to edit: the chat has {turns}, numbered from 1; before a "
+            "message that starts with a number, give the turn's number too"
         )
     if not text.strip():
-        raise ValueError("/edit takes a number of a turn, unless it is the last, and its new text")
+        raise ValueError("/edit takes the turn's number, unless it is the last, and a message")
     return int(number) - 1, text
 
 
-def _folder(name: str, rest: str) -> str:
-    if not rest:
+def _folder(name: str, argument: str) -> str:
+    if not argument:
         raise ValueError(f"/{name} takes a folder")
-    return rest
+    return argument
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _note(line: str) -> None:

@@ -1,47 +1,54 @@
-"""What the commands share: a mesh from words, text from files, compiled programs kept."""
+"""Helpers of several commands: meshes, dtypes, shapes, text files, the compilation cache."""
 
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import jax
+from jax.sharding import Mesh
 
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.placement.mesh import make_mesh, parse_mesh
 
 
-def given_mesh(words: str) -> Any:
-    """A mesh as it is written, or ``"auto"``."""
-    if words == "auto":
-        return words if jax.process_count() == 1 else make_mesh(tensor=jax.device_count())
-    mesh = make_mesh(**parse_mesh(words))
-    taking_part = {device.process_index for device in mesh.devices.flat}
-    if len(taking_part) < jax.process_count():
+def mesh_from_option(value: str) -> Mesh | Literal["auto"]:
+    """The mesh of ``--mesh``, or ``"auto"`` to let the model loader choose one."""
+    if value == "auto":
+        if jax.process_count() == 1:
+            return "auto"
+        return make_mesh(tensor=jax.device_count())
+    mesh = make_mesh(**parse_mesh(value))
+    processes = {device.process_index for device in mesh.devices.flat}
+    if len(processes) < jax.process_count():
         raise ValueError(
-            f"--mesh {words} takes {mesh.size} of {jax.device_count()} devices, all of them of "
-            f"{len(taking_part)} of the {jax.process_count()} processes: each must have some"
+            f"--mesh {value} has {mesh.size} of {jax.device_count()} devices, in {len(processes)} "
+            f"of {jax.process_count()} processes: every process must have a device of the mesh"
         )
     return mesh
 
 
 def check_dtype(dtype: str | None) -> None:
-    """Raise ``ValueError`` for a dtype that models are not computed in."""
+    """Raise ``ValueError`` for a dtype that models can't use."""
     from kvjax.models.config import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: there are {', '.join(DTYPES)}")
+        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}")
 
 
 def known_shape(name: str) -> ModelShape:
-    """A well-known shape."""
+    """The well-known shape of that name."""
     if name not in SHAPES:
-        raise ValueError(f"no shape {name!r} is known: there are {', '.join(SHAPES)}")
+        raise ValueError(f"unknown shape {name!r}: give one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
-def read(file: Path | None) -> str:
-    """The words of a file, or of standard input; a ``ValueError`` if they are not UTF-8."""
+def read_text(file: Path | None) -> str:
+    """The UTF-8 text of a file, or of standard input.
+
+    Raises:
+      ValueError: if it is not UTF-8.
+    """
     raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
     try:
         return raw.decode("utf-8")

@@ -1,4 +1,4 @@
-"""``--distributed``: many processes as one, with JAX's own machinery."""
+"""``--distributed``: several processes that run one command together."""
 
 import os
 import sys
@@ -7,119 +7,156 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, NoReturn
 
 import jax
 import numpy as np
+import typer
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from kvjax.cli.progress import INTERRUPTED, leave
+from kvjax.cli.interrupts import INTERRUPTED, exit_now
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_9_shutdown_timeout, jax_0_10_error_code
 from kvjax.core.validation import as_optional_int
 
 
-@contextmanager
-def joined(
-    distributed: bool,
-    coordinator: str | None,
-    processes: int | None,
-    process_id: int | None,
-    start_timeout: int,
-    heartbeat_timeout: int,
-    told: Any,
-) -> Iterator[bool]:
-    """One of many processes, if this is; whether it is the one to print. ``told``: what all of them
-    must have been told alike.
+@dataclass(frozen=True, kw_only=True)
+class DistributedOptions:
+    """The processes of a command, and how they find each other."""
 
-    A process that fails ends at once: at its end Python would wait for the others, and these for
-    it.
+    distributed: Annotated[
+        bool,
+        typer.Option(
+            "--distributed",
+            help="Run as one of several processes with the same command, each with its own "
+            "devices; only the first prints. The next three options say which process this is, or "
+            "the cluster does, if JAX knows it (Slurm, Open MPI, Kubernetes, TPU).",
+        ),
+    ] = False
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            envvar="JAX_COORDINATOR_ADDRESS",
+            help="Host and port of process 0: 10.0.0.1:1234.",
+        ),
+    ] = None
+    processes: Annotated[
+        int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="The number of processes.")
+    ] = None
+    process_id: Annotated[
+        int | None,
+        typer.Option(envvar="JAX_PROCESS_ID", help="The number of this process, from 0."),
+    ] = None
+    start_timeout: Annotated[
+        int, typer.Option(help="Seconds to wait for the other processes at the start.")
+    ] = 60
+    heartbeat_timeout: Annotated[
+        int, typer.Option(help="Seconds without a heartbeat until a process counts as dead.")
+    ] = 20
+
+    def check(self) -> None:
+        """Raise ``ValueError`` for an option that is out of range."""
+        for name, value, least in (
+            ("--processes", self.processes, 1),
+            ("--process-id", self.process_id, 0),
+            ("--start-timeout", self.start_timeout, 1),
+            ("--heartbeat-timeout", self.heartbeat_timeout, 1),
+        ):
+            as_optional_int(name, value, least)
+        count, number = self.processes, self.process_id
+        if count is not None and number is not None and number >= count:
+            raise ValueError(f"--process-id is {number}, but must be less than {count}")
+        host, _, port = (self.coordinator or "host:1").rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ValueError(
+                f"--coordinator is {self.coordinator!r}: give host and port, such as 10.0.0.1:1234"
+            )
+
+
+@contextmanager
+def join_processes(options: DistributedOptions, settings: object) -> Iterator[bool]:
+    """Join the other processes, and yield whether this process prints the results.
+
+    A process that fails exits at once: otherwise Python would wait for the others at exit, and
+    they for it. ``settings``: must be the same in all processes.
     """
-    if not distributed:
+    if not options.distributed:
         yield True
         return
-    for name, value, least in (
-        ("--processes", processes, 1), ("--process-id", process_id, 0),
-        ("--start-timeout", start_timeout, 1), ("--heartbeat-timeout", heartbeat_timeout, 1),
-    ):  # fmt: skip
-        as_optional_int(name, value, least)
-    if processes is not None and process_id is not None and process_id >= processes:
-        raise ValueError(
-            f"--process-id is {process_id}, but there are {processes} processes, 0 the first"
-        )
-    host, _, port = (coordinator or "host:1").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"--coordinator is {coordinator!r}: give host and port, as 10.0.0.1:1234")
-    _own_output()
+    options.check()
+    _reserve_stdout()
     missing = (
-        f"not all of {processes or 'the'} processes came together within {start_timeout} seconds: "
-        "are there so many, with ids from 0 on, and does the first listen at "
-        f"{coordinator or 'the address that the cluster says'}?"
+        f"the {options.processes or 'other'} processes did not start within "
+        f"{options.start_timeout} seconds: check that all are running, with ids from 0, and that "
+        f"process 0 can be reached at {options.coordinator or 'the address from the cluster'}"
     )
-    # JAX's own time-out aborts with a trace of its functions: it is left to come later than this.
-    alarm = threading.Timer(start_timeout, _leave, [missing])
-    alarm.daemon = True
-    alarm.start()
+    # JAX aborts with a stack trace at its own timeout, so that one is set to come later.
+    timer = threading.Timer(options.start_timeout, _fail, [missing])
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(
-            coordinator, processes, process_id, initialization_timeout=start_timeout + 60,
-            heartbeat_timeout_seconds=heartbeat_timeout,
-            **jax_0_9_shutdown_timeout(heartbeat_timeout),
-        )  # fmt: skip
+            options.coordinator,
+            options.processes,
+            options.process_id,
+            initialization_timeout=options.start_timeout + 60,
+            heartbeat_timeout_seconds=options.heartbeat_timeout,
+            **jax_0_9_shutdown_timeout(options.heartbeat_timeout),
+        )
         count = jax.process_count()
     except ValueError as error:
         raise ValueError(
-            "--distributed: give --coordinator, --processes and --process-id, for no cluster was "
-            f"found that says them ({error})"
+            "--distributed: no cluster was found, so give --coordinator, --processes and "
+            f"--process-id ({error})"
         ) from error
     except JaxRuntimeError as error:
-        _leave(f"{missing} ({_short(error)})")
+        _fail(f"{missing} ({_short(error)})")
     finally:
-        alarm.cancel()
-    if processes not in (None, count):
-        _leave(f"--processes is {processes}, but process 0 was told of {count}")
+        timer.cancel()
+    if options.processes not in (None, count):
+        _fail(f"--processes is {options.processes}, but process 0 has {count}")
     try:
-        _agree(told)
+        _check_settings(settings)
         yield jax.process_index() == 0
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        exit_now(INTERRUPTED)
     except Exception as error:
-        words = _short(error)
-        # Beside its memory a device fails where what it waits for does not come.
+        message = _short(error)
+        # A device error other than missing memory means that a message did not arrive.
         if jax_0_10_error_code(error) not in (None, RESOURCE_EXHAUSTED):
-            words = f"another process of this run has ended, so this one can't go on ({words})"
-        _leave(words)
+            message = f"another process of this run has ended, so this one must stop ({message})"
+        _fail(message)
     jax.distributed.shutdown()
 
 
-def _agree(told: Any) -> None:
-    """End all processes if some were told something else: they would wait for one another."""
-    mine = np.uint32(zlib.crc32(repr(told).encode()))
-    every = np.ravel(multihost_utils.process_allgather(mine))
-    others = np.flatnonzero(every != every[0])
-    if others.size:
-        time.sleep(1)  # the others are to see it too, not this process's end
-        _leave(
-            f"process {others[0]} was given another prompt, mesh or setting than process 0: all "
-            "must be given the same, but for --process-id"
+def _check_settings(settings: object) -> None:
+    """End all processes if their settings differ; they would wait for each other forever."""
+    checksum = np.uint32(zlib.crc32(repr(settings).encode()))
+    checksums = np.ravel(multihost_utils.process_allgather(checksum))
+    different = np.flatnonzero(checksums != checksums[0])
+    if different.size:
+        time.sleep(1)  # so that the other processes see this error too, not the end of this one
+        _fail(
+            f"process {different[0]} has another prompt, mesh or setting than process 0: only "
+            "--process-id may differ"
         )
 
 
-def _own_output() -> None:
-    """Standard output for what is printed here alone: libraries below write their reports of
-    connections there, and are led to standard error."""
+def _reserve_stdout() -> None:
+    """Print to the real standard output, and send what libraries print there to standard error."""
     sys.stdout.flush()
-    kept = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(2, 1)
-    sys.stdout = os.fdopen(kept, "w", 1, sys.stdout.encoding, sys.stdout.errors)
+    sys.stdout = os.fdopen(descriptor, "w", 1, sys.stdout.encoding, sys.stdout.errors)
 
 
 def _short(error: BaseException) -> str:
-    words = " ".join(str(error).split()) or type(error).__name__
-    return words if len(words) < 300 else words[:300] + " ..."
+    message = " ".join(str(error).split()) or type(error).__name__
+    return message if len(message) < 300 else message[:300] + " ..."
 
 
-def _leave(message: str) -> None:
-    """End at once: what Python does at its end would wait for processes that are gone."""
+def _fail(message: str) -> NoReturn:
+    """Print an error, and exit at once."""
     print(f"kvjax: error: {message}", file=sys.stderr, flush=True)
-    leave(2)
+    exit_now(2)

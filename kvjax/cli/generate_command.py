@@ -1,4 +1,4 @@
-"""``kvjax generate``: text from a prompt."""
+"""``kvjax generate``: continue a prompt."""
 
 import itertools
 import sys
@@ -9,21 +9,34 @@ from typing import Annotated, Any
 
 import typer
 
-from kvjax.cli import drafting, guiding, options
-from kvjax.cli.common import given_mesh, read, use_compilation_cache
-from kvjax.cli.continuing import put_away, taken_up
-from kvjax.cli.distributed import joined
-from kvjax.cli.output import beyond, one_line
-from kvjax.cli.progress import SOON, begun, shown
-from kvjax.cli.several_texts import choices, headed
-from kvjax.cli.streams import echo_json
+from kvjax.cache.state import KVCache
+from kvjax.cli import options
+from kvjax.cli.common import mesh_from_option, read_text, use_compilation_cache
+from kvjax.cli.distributed import DistributedOptions, join_processes
+from kvjax.cli.options import cache_policy, check_guides, make_guide
+from kvjax.cli.output import (
+    context_warning,
+    echo_json,
+    stats_line,
+    texts_as_json,
+    texts_with_headings,
+)
+from kvjax.cli.progress import SHORT_DELAY, first_pieces, show_progress
 from kvjax.core.array_folder import check_writable_folder
+from kvjax.core.errors import CheckpointError
+from kvjax.core.transfer import fetch
+from kvjax.core.validation import UNLIMITED
+from kvjax.generation.capacity import capacity_bucket
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import GenerateKeywords
 from kvjax.generation.results import GenerationResult, GenerationStats
+from kvjax.operations.saving import load_cache, save_cache
+from kvjax.policies.model_config import positions_needed
 from kvjax.policies.presets import parse_policy
 
 
 def generate(
+    *,
     text: Annotated[
         str | None, typer.Argument(help="The prompt; - reads it from standard input.")
     ] = None,
@@ -31,200 +44,229 @@ def generate(
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Read the prompt from a file (UTF-8).")
     ] = None,
-    model: options.Model = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Stop after so many tokens.")] = 128,
-    min_new_tokens: Annotated[int, typer.Option(help="No end of text before so many.")] = 0,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    typical_p: options.TypicalP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    no_repeat_ngram_size: options.NoRepeatNgramSize = None,
+    model: options.ModelOptions,
+    max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.")] = 128,
+    min_new_tokens: Annotated[
+        int, typer.Option(help="Do not end the text before this many new tokens.")
+    ] = 0,
+    sampling: options.Sampling,
     logit_bias: options.LogitBias = None,
-    n: Annotated[int, typer.Option("--n", "-n", help="So many texts.")] = 1,
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of texts.")] = 1,
     best_of: Annotated[
-        int | None, typer.Option(help="Of so many, drawn, those with the highest mean score.")
+        int | None,
+        typer.Option(help="Sample this many texts, and return those with the best mean score."),
     ] = None,
-    num_beams: Annotated[int, typer.Option(help="Beams of a search for the likeliest text.")] = 1,
+    num_beams: Annotated[
+        int, typer.Option(help="Beams of a search for the likeliest text; 1 for no search.")
+    ] = 1,
     length_penalty: Annotated[
-        float, typer.Option(help="Of beams: above 0 favours longer texts, below 0 shorter ones.")
+        float, typer.Option(help="Of a beam search: above 0 favors long texts, below 0 short ones.")
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     stop: options.Stop = None,
-    json_schema: guiding.JsonSchema = None,
-    regex: guiding.Regex = None,
-    choice: guiding.Choice = None,
-    grammar: guiding.Grammar = None,
-    draft: drafting.DraftFrom = None,
-    draft_layers: drafting.DraftLayers = None,
-    lookup: drafting.Lookup = False,
+    grammar_options: options.GrammarOptions,
+    drafting: options.Drafting,
     max_len: Annotated[
-        int | None, typer.Option(help="Tokens the cache can hold; by default what is needed.")
+        int | None, typer.Option(help="Tokens the cache can hold; by default as many as needed.")
     ] = None,
     rotary_len: options.RotaryLen = None,
     cache: options.Cache = "static",
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    window: options.Window = None,
-    sinks: options.Sinks = None,
-    prefetch: options.Prefetch = None,
-    cache_memory: options.CacheMemory = None,
+    quantization: options.Quantization,
+    sliding_window: options.SlidingWindow,
+    offloading: options.Offloading,
     mesh: options.Mesh = "auto",
-    distributed: options.Distributed = False,
-    coordinator: options.Coordinator = None,
-    processes: options.Processes = None,
-    process_id: options.ProcessId = None,
-    start_timeout: options.StartTimeout = 60,
-    heartbeat_timeout: options.Heartbeat = 20,
+    processes: DistributedOptions,
     no_cache: Annotated[
-        bool, typer.Option("--no-cache", help="Compute everything again for every token.")
+        bool, typer.Option("--no-cache", help="Recompute the whole text for every token.")
     ] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Put the prompt into the model's chat template.")
     ] = False,
     load_cache: Annotated[
         Path | None,
-        typer.Option(help="Go on from the text in this folder, which --save-cache wrote."),
+        typer.Option(help="Continue the text in this folder, which --save-cache wrote."),
     ] = None,
     save_cache: Annotated[
-        Path | None, typer.Option(help="Keep the text's cache in this folder, for --load-cache.")
+        Path | None, typer.Option(help="Save the text and its cache in this folder.")
     ] = None,
     as_json: options.Json = False,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="With --json: each token's log-probability, and those of K likeliest."),
+        typer.Option(help="With --json: log-probabilities of the tokens and the K likeliest."),
     ] = None,
 ) -> None:
-    """Continue a prompt, given as text, in a file, or on standard input."""
-    words = _prompt(text, prompt, file)
-    _check_files(load_cache, save_cache, no_cache, chat)
+    """Continue a prompt, given as an argument, in a file, or on standard input."""
+    prompt_text = _read_prompt(text, prompt, file)
+    _check_options(load_cache, save_cache, no_cache, chat)
     if n > 1 and save_cache is not None:
-        raise ValueError(f"--save-cache keeps one text, and --n is {n}")
+        raise ValueError(f"--save-cache saves a single text, but --n is {n}")
     if logprobs is not None and not as_json:
-        raise ValueError("--logprobs are told in JSON: give --json too")
-    form = guiding.given_form(json_schema, regex, choice, grammar)
-    drafts = draft, draft_layers, lookup
-    drafting.check_draft(*drafts)
+        raise ValueError("--logprobs needs --json")
+    grammar = grammar_options.read()
+    drafting.check()
     use_compilation_cache()
     import kvjax
-    from kvjax import models
 
-    policy = parse_policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group=group_size,
-        window=window, sinks=sinks, prefetch=prefetch, memory=cache_memory,
-    )  # fmt: skip
+    policy = cache_policy(cache, quantization, sliding_window, offloading)
     settings: GenerateKeywords = {
-        "max_new_tokens": max_new_tokens, "min_new_tokens": min_new_tokens,
-        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "typical_p": typical_p, "repetition_penalty": repetition_penalty,
-        "frequency_penalty": frequency_penalty, "presence_penalty": presence_penalty,
-        "no_repeat_ngram_size": no_repeat_ngram_size, "seed": seed, "stop": tuple(stop or ()),
-        "max_len": max_len, "rotary_len": rotary_len, "cache": policy, "use_cache": not no_cache,
-        "logit_bias": _biases(logit_bias or ()), "logprobs": logprobs,
-        "n": n, "best_of": best_of, "num_beams": num_beams, "length_penalty": length_penalty,
-    }  # fmt: skip
-    with joined(
-        distributed, coordinator, processes, process_id, start_timeout, heartbeat_timeout,
-        (words, chat, dtype, revision, mesh, as_json, form, drafts, settings),
-    ) as speaks:  # fmt: skip
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": min_new_tokens,
+        "temperature": sampling.temperature,
+        "top_k": sampling.top_k,
+        "top_p": sampling.top_p,
+        "min_p": sampling.min_p,
+        "typical_p": sampling.typical_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
+        "logit_bias": _parse_logit_bias(logit_bias or ()),
+        "logprobs": logprobs,
+        "n": n,
+        "best_of": best_of,
+        "num_beams": num_beams,
+        "length_penalty": length_penalty,
+        "seed": seed,
+        "stop": tuple(stop or ()),
+        "max_len": max_len,
+        "rotary_len": rotary_len,
+        "cache": policy,
+        "use_cache": not no_cache,
+    }
+    shared = prompt_text, chat, model.dtype, model.revision, mesh, as_json, grammar, drafting
+    with join_processes(processes, (shared, settings)) as prints:
         if save_cache is not None:
             check_writable_folder(save_cache)
-        with shown("loading"):
-            where: Any = {"dtype": dtype, "mesh": given_mesh(mesh)}
-            lm = models.load(model, revision=revision, **where)
-            settings["draft"] = drafting.draft_for(lm, *drafts, **where)
-            settings["guide"] = guiding.guide_of(lm, form)
-        entry: Any = lm.chat([{"role": "user", "content": words}]) if chat else words
-        held: list[int] = []
+        with show_progress("loading"):
+            devices = mesh_from_option(mesh)
+            lm = model.load(devices)
+            settings["draft"] = drafting.load(lm, devices, model.dtype)
+            settings["guide"] = make_guide(lm, grammar)
+        entry: Any = prompt_text
+        if chat:
+            entry = lm.chat([{"role": "user", "content": prompt_text}])
+        cached_tokens: list[int] = []
         if load_cache is not None:
             if policy != parse_policy("static"):
-                raise ValueError("the cache in --load-cache has its policy: leave --cache out")
-            with shown("loading"):
-                settings["cache"], held, entry = taken_up(
-                    lm, load_cache, words, max_new_tokens, max_len
+                raise ValueError("--load-cache uses the policy of the saved cache: omit --cache")
+            with show_progress("loading"):
+                settings["cache"], cached_tokens, entry = _load_text(
+                    lm, load_cache, prompt_text, max_new_tokens, max_len
                 )
             settings["max_len"] = None
 
-        def keep(result: GenerationResult) -> None:
+        def save(result: GenerationResult) -> None:
             if save_cache is not None:
                 if result.cache is None:
-                    raise ValueError("--save-cache: no row of this cache can be taken back so far")
-                ids = lm.encode([entry])[0][0].tolist()
-                put_away(lm, save_cache, result.cache, [*held, *ids, *result.tokens[0]])
+                    raise ValueError("--save-cache: the cache can't be rewound to the text's end")
+                prompt_tokens = lm.encode([entry])[0][0].tolist()
+                tokens = [*cached_tokens, *prompt_tokens, *result.tokens[0]]
+                _save_text(lm, save_cache, result.cache, tokens)
 
         if as_json:
-            with shown("reading the prompt", after=SOON):
+            with show_progress("reading the prompt", after=SHORT_DELAY):
                 result = kvjax.generate(lm, [entry], **settings)
-            found, *others = choices(result)
-            found["stats"] = asdict(result.stats)
+            report, *others = texts_as_json(result)
+            report["stats"] = asdict(result.stats)
             if others:
-                found["others"] = others
-            if speaks:
-                echo_json(found)
-            keep(result)
-            if speaks:
-                _warn(result.stats)
-            guiding.check_kept(result)
-            return
-        if n > 1 or best_of is not None:
-            with shown("reading the prompt", after=SOON):
+                report["others"] = others
+            if prints:
+                echo_json(report)
+            save(result)
+        elif n > 1 or best_of is not None:
+            with show_progress("reading the prompt", after=SHORT_DELAY):
                 result = kvjax.generate(lm, [entry], **settings)
-            keep(result)
-            if speaks:
-                typer.echo(headed(result))
-                typer.echo(one_line(asdict(result.stats)), err=True)
-                _warn(result.stats)
-            guiding.check_kept(result)
-            return
-        running = kvjax.stream(lm, [entry], **settings)
-        for piece in itertools.chain(begun(running, "reading the prompt"), running):
-            if speaks:
-                typer.echo(piece.text[0], nl=False)
-        keep(running.result)
-        if speaks:
-            typer.echo()
-            typer.echo(one_line(asdict(running.result.stats)), err=True)
-            _warn(running.result.stats)
-        guiding.check_kept(running.result)
+            save(result)
+            if prints:
+                typer.echo(texts_with_headings(result))
+                typer.echo(stats_line(asdict(result.stats)), err=True)
+        else:
+            stream = kvjax.stream(lm, [entry], **settings)
+            for piece in itertools.chain(first_pieces(stream, "reading the prompt"), stream):
+                if prints:
+                    typer.echo(piece.text[0], nl=False)
+            result = stream.result
+            save(result)
+            if prints:
+                typer.echo()
+                typer.echo(stats_line(asdict(result.stats)), err=True)
+        if prints:
+            _warn(result.stats)
+        check_guides(result)
 
 
-def _check_files(load: Path | None, save: Path | None, no_cache: bool, chat: bool) -> None:
+def _read_prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
+    sources = [value for value in (text, prompt, file) if value is not None]
+    if len(sources) > 1:
+        raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
+    if file is None and sources not in ([], ["-"]):
+        return str(sources[0])
+    if not sources and sys.stdin.isatty():
+        raise ValueError("no prompt: give a text, --file, or - to read standard input")
+    return read_text(file).removesuffix("\n").removesuffix("\r")
+
+
+def _check_options(load: Path | None, save: Path | None, no_cache: bool, chat: bool) -> None:
     if no_cache and (load or save):
-        raise ValueError("without a cache there is none to load or to save: leave --no-cache out")
+        raise ValueError("--no-cache leaves no cache to load or save: omit one of the options")
     if chat and load:
-        raise ValueError("--chat begins a conversation, and can't go on from --load-cache")
+        raise ValueError("--chat starts a conversation, and can't continue one of --load-cache")
 
 
-def _biases(given: Iterable[str]) -> dict[int, float]:
-    """What is added to logits, by token."""
-    found = {}
-    for each in given:
-        token, _, bias = each.partition("=")
+def _parse_logit_bias(options: Iterable[str]) -> dict[int, float]:
+    """The bias of each token."""
+    biases = {}
+    for option in options:
+        token, _, bias = option.partition("=")
         try:
-            found[int(token)] = float(bias)
+            biases[int(token)] = float(bias)
         except ValueError:
-            raise ValueError(f"--logit-bias is TOKEN=NUMBER, as 13=-100, got {each!r}") from None
-    return found
+            message = f"--logit-bias must be TOKEN=NUMBER, such as 13=-100, got {option!r}"
+            raise ValueError(message) from None
+    return biases
 
 
 def _warn(stats: GenerationStats) -> None:
     if stats.beyond_context:
-        typer.echo(beyond(stats.beyond_context), err=True)
+        typer.echo(context_warning(stats.beyond_context), err=True)
 
 
-def _prompt(text: str | None, prompt: str | None, file: Path | None) -> str:
-    given = [value for value in (text, prompt, file) if value is not None]
-    if len(given) > 1:
-        raise ValueError("give the prompt once: as an argument, by --prompt, or by --file")
-    if file is None and given not in ([], ["-"]):
-        return str(given[0])
-    if not given and sys.stdin.isatty():
-        raise ValueError("no prompt: give a text, --file, or - to read standard input")
-    return read(file).removesuffix("\n").removesuffix("\r")
+def _load_text(
+    lm: LanguageModel, folder: Path, prompt: str, max_new_tokens: int, max_len: int | None
+) -> tuple[KVCache, list[int], list[int]]:
+    """Load a saved text, to be continued by ``prompt`` and ``max_new_tokens`` more tokens.
+
+    Returns:
+      The cache, the tokens in the cache, and the tokens to prefill.
+
+    Raises:
+      CheckpointError: if ``--save-cache`` did not write the folder for this model.
+      ValueError: if ``max_len`` is less than the cache holds.
+    """
+    cache, texts = load_cache(folder, model=lm, max_len=max_len)
+    if texts is None or len(texts) != 1:
+        raise CheckpointError(
+            f"{folder}: has {len(texts or ())} texts; --load-cache needs a folder with one text, "
+            "written by --save-cache"
+        )
+    (tokens,) = texts
+    length = int(fetch(cache.length)[0])
+    new_tokens = tokens[length:] + lm.tokenizer.encode(prompt, add_special_tokens=not tokens)
+    needed = positions_needed(length + len(new_tokens), max_new_tokens)
+    capacity = max(cache.max_len, cache.grows_to or 0)
+    if max_len is None and needed > capacity < UNLIMITED:
+        limit = cache.positions or UNLIMITED
+        max_len = min(capacity_bucket(needed), max(limit, capacity))
+    if lm.mesh is not None or max_len is not None:
+        cache, _ = load_cache(folder, model=lm, max_len=max_len, mesh=lm.mesh)
+    return cache, tokens[:length], new_tokens
+
+
+def _save_text(lm: LanguageModel, folder: Path, cache: KVCache, tokens: list[int]) -> None:
+    """Save the cache of one text, and all its tokens."""
+    if cache.batch != 1:
+        raise ValueError(
+            f"--save-cache saves one row, but the cache has {cache.batch} on this mesh: give a "
+            "mesh with data=1"
+        )
+    save_cache(folder, cache, model=lm, tokens=[tokens])

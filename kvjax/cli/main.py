@@ -1,15 +1,13 @@
 """The command line: ``kvjax generate``, ``chat``, ``batch``, ``serve``, ``info``, ``eval``,
 ``plan`` and ``bench``.
 
-Results go to standard output, everything else to standard error. What the user can mend (a file, an
-option, a length) is one line and exit code 2; ``KVJAX_DEBUG=1`` shows where it was raised.
+Results go to standard output, everything else to standard error. An error that the user can fix (a
+file, an option, a length) is one line, and the exit code is 2. ``KVJAX_DEBUG=1`` shows its
+traceback.
 """
 
-import functools
 import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import jax
@@ -22,15 +20,16 @@ from kvjax.cli.chat_command import chat
 from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
+from kvjax.cli.interrupts import INTERRUPTED, exit_on_interrupt
+from kvjax.cli.options import as_command
+from kvjax.cli.output import prepare_streams
 from kvjax.cli.plan_command import plan
-from kvjax.cli.progress import INTERRUPTED, interruptible
 from kvjax.cli.serve_command import serve
-from kvjax.cli.streams import prepare_streams
-from kvjax.core.array_folder import expand_user
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.errors import KvjaxError
 
-# Models, and with them Flax and the tokenizers, are imported in the commands: `--help` stays quick.
+# The commands import models, and with them Flax and the tokenizers, only when they run, so that
+# `--help` is fast.
 
 app = typer.Typer(
     help="The KV cache for JAX.",
@@ -39,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# Older releases of typer take their usage errors from click, newer ones from a copy of their own.
+# Older releases of typer raise click's usage errors; newer ones raise those of a vendored copy.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -54,66 +53,64 @@ def _root(
         typer.echo(context.get_help())
 
 
-def _paths_at_home(command: Callable[..., Any]) -> Callable[..., Any]:
-    """A command whose paths may begin with ``~``, which shells leave as it is in ``--out=~/x``."""
-
-    @functools.wraps(command)
-    def run(**given: Any) -> Any:
-        paths = {name: expand_user(x) for name, x in given.items() if isinstance(x, Path)}
-        return command(**given | paths)
-
-    return run
-
-
-for name, command in {
-    "generate": generate, "chat": chat, "batch": batch, "info": info, "eval": evaluate,
-    "plan": plan, "bench": bench, "serve": serve,
-}.items():  # fmt: skip
-    app.command(name)(_paths_at_home(command))
+app.command("generate")(as_command(generate))
+app.command("chat")(as_command(chat))
+app.command("batch")(as_command(batch))
+app.command("info")(as_command(info))
+app.command("eval")(as_command(evaluate))
+app.command("plan")(as_command(plan))
+app.command("bench")(as_command(bench))
+app.command("serve")(as_command(serve))
 
 
 _LENGTH = "--max-len", "--max-seq-len"
-_MEANT = {
-    "--tokens": _LENGTH, "--length": _LENGTH, "--context": _LENGTH, "--ctx-size": _LENGTH,
-    "--max-model-len": _LENGTH, "--max-tokens": ("--max-new-tokens",), "--temp": ("--temperature",),
-}  # fmt: skip
-"""Options of other programs, and what they are called here."""
+_SYNONYMS = {
+    "--tokens": _LENGTH,
+    "--length": _LENGTH,
+    "--context": _LENGTH,
+    "--ctx-size": _LENGTH,
+    "--max-model-len": _LENGTH,
+    "--max-tokens": ("--max-new-tokens",),
+    "--temp": ("--temperature",),
+}
+"""Options of other programs, with the options of kvjax that do the same."""
 
 
 def main() -> None:
-    """Run the command line and leave the process with its exit code.
+    """Run the command line, and exit the process.
 
     Raises:
-      SystemExit: 0 when all went well, 2 after an error that the user can mend (one line on
-        standard error), 130 when interrupted. Errors of kvjax itself keep their traceback.
+      SystemExit: with 0 for success, 2 after an error that the user can fix, and 130 after an
+        interrupt. A bug in kvjax raises its own exception.
     """
     prepare_streams()
     try:
-        with interruptible():
+        with exit_on_interrupt():
             code = app(standalone_mode=False)
     except _UsageError as error:
-        _leave(error, f"{error.format_message()}{_hint(error)}")
+        _exit_with_error(error, f"{error.format_message()}{_suggestion(error)}")
     except (KvjaxError, ValueError, OSError) as error:
-        _leave(error, str(error))
+        _exit_with_error(error, str(error))
     except jax.errors.JaxRuntimeError as error:
         if jax_0_10_error_code(error) != RESOURCE_EXHAUSTED:
             raise
-        _leave(error, str(error))
+        _exit_with_error(error, str(error))
     except (KeyboardInterrupt, typer.Abort):
         sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _hint(error: Any) -> str:
-    """What may have been meant by an option that a command does not have."""
-    given, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
-    params = [] if context is None else context.command.params
-    known = {name for each in params for name in each.opts}
-    meant = next((name for name in _MEANT.get(given or "", ()) if name in known), None)
-    return "" if meant is None else f": {meant}, perhaps"
+def _suggestion(error: Any) -> str:
+    """The command's own option for an unknown option of another program."""
+    unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
+    parameters = [] if context is None else context.command.params
+    known = {name for parameter in parameters for name in parameter.opts}
+    options = _SYNONYMS.get(unknown or "", ())
+    option = next((name for name in options if name in known), None)
+    return "" if option is None else f": did you mean {option}?"
 
 
-def _leave(error: Exception, message: str) -> NoReturn:
+def _exit_with_error(error: Exception, message: str) -> NoReturn:
     if os.environ.get("KVJAX_DEBUG"):
         raise error
     typer.echo("kvjax: error: " + " ".join(message.split()), err=True)

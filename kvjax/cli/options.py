@@ -1,10 +1,29 @@
-"""Options that commands share, by their types."""
+"""Options that several commands share, alone or in groups.
 
-from typing import Annotated
+A command takes a group as one parameter, whose annotation is the group's dataclass; ``as_command``
+turns it into the options of its fields.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
+from jax.sharding import Mesh as JaxMesh
 
+from kvjax.cli.common import read_text
+from kvjax.core.array_folder import expand_user
+from kvjax.engine.engine import Engine
+from kvjax.generation.guides.grammars import Guides
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.results import GenerationResult
+from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.shapes import SHAPES
+from kvjax.policies.presets import PolicyChoice, parse_policy
 
 Model = Annotated[
     str | None,
@@ -15,59 +34,30 @@ Revision = Annotated[
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16 or float16; by default the best for the device."),
+    typer.Option(help="float32, bfloat16 or float16; by default the best one for the device."),
 ]
 Cache = Annotated[
     str,
     typer.Option(
-        help="The cache policy: static, dynamic, sliding_window, hybrid, quantized, offloaded, "
-        "offloaded_static, auto or paged, with settings where wanted: NAME,SETTING=VALUE,..."
+        help="The cache policy, as NAME or NAME,SETTING=VALUE,...: static, dynamic, "
+        "sliding_window, hybrid, quantized, offloaded, offloaded_static, auto or paged."
     ),
 ]
-Bits = Annotated[
-    int | None, typer.Option(help="Quantize the cache: 8, 4, 3, 2 or 1 bits a number.")
+Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")]
+TopP = Annotated[
+    float | None,
+    typer.Option(help="Sample from the likeliest tokens whose probabilities add up to p."),
 ]
-KeyBits = Annotated[int | None, typer.Option(help="The same for keys alone.")]
-ValueBits = Annotated[int | None, typer.Option(help="The same for values alone.")]
-Group = Annotated[int | None, typer.Option(help="Numbers that share a scale; by default 64.")]
-Window = Annotated[int | None, typer.Option(help="Of sliding_window: tokens that a layer keeps.")]
-Sinks = Annotated[
-    int | None, typer.Option(help="Of sliding_window: first tokens that are kept for ever.")
-]
-Prefetch = Annotated[
-    int | None,
-    typer.Option(help="Of a cache on the host: fetch layers so many ahead of their turn."),
-]
-CacheMemory = Annotated[
-    str | None,
-    typer.Option(help="Of --cache auto: what it may take of the device: 8GiB, 500MB."),
-]
-Temperature = Annotated[float, typer.Option(help="0 takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample among the k likeliest.")]
-TopP = Annotated[float | None, typer.Option(help="Sample among the likeliest that make up p.")]
 MinP = Annotated[
-    float | None, typer.Option(help="Sample among those of at least p times the likeliest.")
+    float | None, typer.Option(help="Sample from tokens at least p times as likely as the best.")
 ]
 RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1, tokens seen before become less likely.")
-]
-TypicalP = Annotated[
-    float | None,
-    typer.Option(help="Sample among those about as surprising as expected that make up p."),
-]
-FrequencyPenalty = Annotated[
-    float | None,
-    typer.Option(help="Make new tokens less likely for each time that they came: -2 to 2."),
-]
-PresencePenalty = Annotated[
-    float | None, typer.Option(help="Make new tokens that came at all less likely: -2 to 2.")
-]
-NoRepeatNgramSize = Annotated[
-    int | None, typer.Option(help="No run of so many tokens twice in prompt and text.")
+    float | None, typer.Option(help="Above 1, tokens that occurred before become less likely.")
 ]
 LogitBias = Annotated[
     list[str] | None,
-    typer.Option(help="Add to a token's logit: TOKEN=NUMBER, as 13=-100; may be repeated."),
+    typer.Option(help="Add to a token's logit: TOKEN=NUMBER, such as 13=-100; may be repeated."),
 ]
 Stop = Annotated[
     list[str] | None, typer.Option(help="End the text before this string; may be repeated.")
@@ -75,46 +65,323 @@ Stop = Annotated[
 RotaryLen = Annotated[
     int | None,
     typer.Option(
-        help="The length of text that longrope and dynamic rotary frequencies go by; by default "
-        "what the cache can hold.",
+        help="The text length for which longrope and dynamic rotary frequencies are computed; by "
+        "default what the cache can hold.",
         min=1,
     ),
 ]
 Mesh = Annotated[
     str,
     typer.Option(
-        help="Devices to share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
-        "that one device has no memory for is spread over the local ones; with --distributed, "
-        "every model over all of them.",
+        help="Devices that share the work: data=2,tensor=2,sequence=2. By default (auto) a model "
+        "that does not fit one device is divided among the local devices; with --distributed, "
+        "every model is divided among all devices.",
     ),
-]
-Distributed = Annotated[
-    bool,
-    typer.Option(
-        "--distributed",
-        help="One of many processes that run the same command, each with its own devices; only the "
-        "first prints. Who is who comes from the next three, or from the cluster, where JAX knows "
-        "it (Slurm, Open MPI, Kubernetes, TPU).",
-    ),
-]
-Coordinator = Annotated[
-    str | None,
-    typer.Option(
-        envvar="JAX_COORDINATOR_ADDRESS",
-        help="Host and port where process 0 listens: 10.0.0.1:1234.",
-    ),
-]
-Processes = Annotated[
-    int | None, typer.Option(envvar="JAX_NUM_PROCESSES", help="How many there are.")
-]
-ProcessId = Annotated[
-    int | None, typer.Option(envvar="JAX_PROCESS_ID", help="Which this one is, 0 the first.")
-]
-StartTimeout = Annotated[
-    int, typer.Option(help="Seconds to wait for the other processes at the start.")
-]
-Heartbeat = Annotated[
-    int, typer.Option(help="Seconds of silence after which a process counts as ended.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 KnownShape = Annotated[str | None, typer.Option(help=f"A well-known shape: {', '.join(SHAPES)}.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The model to load."""
+
+    model: Model = None
+    revision: Revision = None
+    dtype: Dtype = None
+
+    def load(self, mesh: JaxMesh | Literal["auto"] | None = "auto") -> LanguageModel:
+        """Load the model."""
+        from kvjax import models
+
+        return models.load(self.model, dtype=self.dtype, revision=self.revision, mesh=mesh)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """How the cache is quantized."""
+
+    kv_bits: Annotated[
+        int | None, typer.Option(help="Quantize the cache: 8, 4, 3, 2 or 1 bits per number.")
+    ] = None
+    key_bits: Annotated[int | None, typer.Option(help="Bits per number of the keys.")] = None
+    value_bits: Annotated[int | None, typer.Option(help="Bits per number of the values.")] = None
+    group_size: Annotated[
+        int | None, typer.Option(help="Numbers that share a scale; by default 64.")
+    ] = None
+
+    def settings(self) -> dict[str, int | None]:
+        """The options as settings of ``kvjax.policy``."""
+        return {
+            "bits": self.kv_bits,
+            "key_bits": self.key_bits,
+            "value_bits": self.value_bits,
+            "group": self.group_size,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow:
+    """Which tokens a sliding window keeps."""
+
+    window: Annotated[
+        int | None, typer.Option(help="For sliding_window: the tokens that a layer keeps.")
+    ] = None
+    sinks: Annotated[
+        int | None, typer.Option(help="For sliding_window: first tokens to keep forever.")
+    ] = None
+
+    def settings(self) -> dict[str, int | None]:
+        """The options as settings of ``kvjax.policy``."""
+        return {"window": self.window, "sinks": self.sinks}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offloading:
+    """How layers are kept on the host."""
+
+    prefetch: Annotated[
+        int | None, typer.Option(help="For a cache on the host: layers to fetch ahead.")
+    ] = None
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="For --cache auto: device memory the cache may take: 8GiB, 500MB."),
+    ] = None
+
+    def settings(self) -> dict[str, int | str | None]:
+        """The options as settings of ``kvjax.policy``."""
+        return {"prefetch": self.prefetch, "memory": self.cache_memory}
+
+
+def cache_policy(
+    cache: str, *groups: Quantization | SlidingWindow | Offloading, memory: int | None = None
+) -> PolicyChoice:
+    """The policy of ``--cache`` and the options that refine it.
+
+    ``memory``: the budget of an automatic cache, in bytes.
+
+    Raises:
+      ValueError: as ``parse_policy``.
+    """
+    settings: dict[str, Any] = {"memory": memory}
+    for group in groups:
+        settings |= group.settings()
+    return parse_policy(cache, **settings)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are sampled; the fields are keywords of ``kvjax.generate``."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    typical_p: Annotated[
+        float | None,
+        typer.Option(help="Sample from the most typical tokens whose probabilities add up to p."),
+    ] = None
+    repetition_penalty: RepetitionPenalty = None
+    frequency_penalty: Annotated[
+        float | None,
+        typer.Option(help="Lower a token's logit each time it is generated: -2 to 2."),
+    ] = None
+    presence_penalty: Annotated[
+        float | None,
+        typer.Option(help="Lower a token's logit once it has been generated: -2 to 2."),
+    ] = None
+    no_repeat_ngram_size: Annotated[
+        int | None, typer.Option(help="Repeat no run of this length in prompt and text, in tokens.")
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting:
+    """What drafts tokens."""
+
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft",
+            help="A smaller model that drafts tokens, a folder or a hub id; the text is the same.",
+        ),
+    ] = None
+    draft_layers: Annotated[
+        int | None, typer.Option(help="Draft with this many of the model's first layers.")
+    ] = None
+    lookup: Annotated[
+        bool, typer.Option("--lookup", help="Draft what followed the same tokens in the text.")
+    ] = False
+
+    def check(self) -> None:
+        """Raise ``ValueError`` if several options are given."""
+        _at_most_one(
+            {"--draft": self.draft, "--draft-layers": self.draft_layers,
+             "--lookup": self.lookup or None}
+        )  # fmt: skip
+
+    @property
+    def given(self) -> bool:
+        """Whether any of the options is given."""
+        return self != Drafting()
+
+    def load(
+        self, lm: LanguageModel, mesh: JaxMesh | Literal["auto"] | None, dtype: str | None
+    ) -> LanguageModel | str | None:
+        """The ``draft`` argument of ``kvjax.generate``."""
+        from kvjax import models
+
+        if self.lookup:
+            return "lookup"
+        if self.draft_layers is not None:
+            return models.first_layers(lm, self.draft_layers)
+        return None if self.draft is None else models.load(self.draft, dtype=dtype, mesh=mesh)
+
+
+Grammar = tuple[str, Any]
+"""A method of ``Guides``, and its argument."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarOptions:
+    """The grammar that the text must follow."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Follow a JSON schema: a file, or the schema itself, starting with {."),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(help="Match a regular expression, in Rust's syntax.")
+    ] = None
+    choice: Annotated[
+        list[str] | None, typer.Option(help="Generate one of these texts; may be repeated.")
+    ] = None
+    grammar: Annotated[
+        Path | None, typer.Option(help="Follow the grammar in this file, in Lark's syntax.")
+    ] = None
+
+    def read(self) -> Grammar | None:
+        """The grammar that was given, read from its file.
+
+        Raises:
+          ValueError: if several are given, or a file does not exist.
+        """
+        _at_most_one(
+            {"--json-schema": self.json_schema, "--regex": self.regex,
+             "--choice": self.choice or None, "--grammar": self.grammar}
+        )  # fmt: skip
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            return "json_schema", self.json_schema if inline else _read_file(self.json_schema)
+        if self.grammar is not None:
+            return "grammar", _read_file(self.grammar)
+        if self.choice:
+            return "choices", tuple(self.choice)
+        return None if self.regex is None else ("regex", self.regex)
+
+
+def make_guide(lm: LanguageModel, grammar: Grammar | None) -> Any:
+    """The ``guide`` argument of ``kvjax.generate``."""
+    if grammar is None:
+        return None
+    name, value = grammar
+    return getattr(Guides(lm), name)(value)
+
+
+def check_guides(result: GenerationResult) -> None:
+    """Raise ``ValueError`` if a text ended early because its guide failed."""
+    for guide in result.guides or ():
+        if guide is not None and guide.error is not None:
+            raise ValueError(f"the text ends early because its grammar failed: {guide.error}")
+
+
+def _read_file(file: str | Path) -> str:
+    path = expand_user(file)
+    if not path.is_file():
+        raise ValueError(f"there is no file {str(file)!r:.200}")
+    return read_text(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The size of an engine."""
+
+    max_batch_size: Annotated[
+        int, typer.Option(help="Sequences that are generated at once.", min=1)
+    ] = 8
+    max_seq_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens of a prompt and its new text; by default the model's positions, at most "
+            "4096.",
+            min=1,
+        ),
+    ] = None
+    rotary_len: RotaryLen = None
+    pages: Annotated[
+        int | None,
+        typer.Option(help="Pages of each pool; by default what all rows can need.", min=1),
+    ] = None
+    cache_memory: Annotated[
+        str | None,
+        typer.Option(help="Instead of --pages: memory that all pools may take: 8GiB, 500MB."),
+    ] = None
+    prefill_chunk: Annotated[
+        int, typer.Option(help="Prompt tokens that are computed together.", min=1)
+    ] = 256
+
+    def engine(
+        self, lm: LanguageModel, policy: PolicyChoice, default_len: int, **settings: Any
+    ) -> Engine:
+        """An engine of this size.
+
+        Args:
+          default_len: tokens of a sequence, without ``--max-seq-len``.
+          settings: further arguments of ``Engine``.
+        """
+        limits = InferenceLimits(
+            max_batch_size=self.max_batch_size, max_seq_len=self.max_seq_len or default_len
+        )
+        return Engine(
+            lm, policy, limits, pages=self.pages, memory=self.cache_memory,
+            prefill_chunk=self.prefill_chunk, rotary_len=self.rotary_len, **settings,
+        )  # fmt: skip
+
+
+def _at_most_one(options: dict[str, Any]) -> None:
+    given = [name for name, value in options.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{given[0]} and {given[1]} exclude each other: give one of them")
+
+
+def as_command(command: Callable[..., None]) -> Callable[..., None]:
+    """A function for typer, with the options of the command's groups, and ``~`` expanded in paths.
+
+    Shells do not expand ``~`` in ``--out=~/results``.
+    """
+    groups: dict[str, Any] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        group = parameter.annotation
+        if not dataclasses.is_dataclass(group):
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+            continue
+        groups[parameter.name] = group
+        parameters += [
+            inspect.Parameter(
+                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+            )
+            for field in dataclasses.fields(group)
+        ]
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        values = {k: expand_user(x) if isinstance(x, Path) else x for k, x in values.items()}
+        for name, group in groups.items():
+            fields = [field.name for field in dataclasses.fields(group)]
+            values[name] = group(**{field: values.pop(field) for field in fields})
+        command(**values)
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run

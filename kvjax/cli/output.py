@@ -1,75 +1,132 @@
-"""Figures as the command line prints them: one line, a table, or JSON."""
+"""What commands print: statistics, tables, JSON, and standard streams that can show them."""
 
+import io
 import json
 import math
+import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 
+import typer
+
 from kvjax.core.reporting import readable_bytes
+from kvjax.generation.results import GenerationResult
 from kvjax.sampling.scores import TokenScore
 
 
-def beyond(tokens: int) -> str:
-    """A warning of a text that is too long for a model."""
-    return (
-        f"kvjax: warning: the text goes {tokens:,} token{'s' if tokens > 1 else ''} beyond the "
-        "length that the model was trained for: what it says there may be nonsense"
-    )
+def prepare_streams() -> None:
+    """Make the standard streams usable, whatever the locale.
 
-
-def one_line(found: dict[str, Any]) -> str:
-    """The figures of one generation, to be read."""
-    moved, drafts = len(found["moves"]), found["speculation"]
-    return " · ".join(
-        [
-            f"{found['prompt_tokens']} prompt + {found['new_tokens']} new tokens",
-            f"compile {found['compile_seconds']:.2f} s ({found['compilations']} programs)",
-            f"prefill {found['prefill_seconds']:.3f} s",
-            f"decode {found['decode_seconds']:.3f} s, "
-            f"{found['decode_tokens_per_second']:.1f} tokens/s",
-            f"cache {by_place(found['cache_bytes']) or 'none'}",
-            *([f"{moved} layer{'s' if moved > 1 else ''} moved"] if moved else []),
-            *([_of_drafts(drafts)] if drafts else []),
-        ]
-    )
-
-
-def _of_drafts(found: dict[str, int]) -> str:
-    return (
-        f"{found['accepted']} of {found['proposed']} drafted tokens accepted, {found['saved']} of "
-        f"{found['passes'] + found['saved']} passes saved"
-    )
-
-
-def by_place(sizes: Mapping[str, float]) -> str:
-    """Bytes and where they are."""
-    return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
-
-
-def table(report: dict[str, Any]) -> str:
-    """A line an entry: its name and its value."""
-    width = max(map(len, report)) + 2
-    return "\n".join(f"{k.replace('_', ' '):<{width}}{_readable(v)}" for k, v in report.items())
+    Characters that the console can't show are printed as escapes. Input from a file or a pipe is
+    read as UTF-8. Closed streams are replaced by the null device.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # the parent process closed it
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
+        sys.stdin.reconfigure(encoding="utf-8", errors="strict")
 
 
 def to_json(value: dict[str, Any]) -> str:
-    """One JSON object on one line."""
+    """A JSON object on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def score(told: TokenScore) -> dict[str, Any]:
-    """A token's log-probabilities as JSON has them, which knows no infinity."""
+def echo_json(value: dict[str, Any]) -> None:
+    """Print a JSON object on one line.
 
-    def finite(x: float) -> float | None:
-        return x if math.isfinite(x) else None
+    Where the console lacks a character, all are written as JSON's escapes: the stream's own
+    escapes would not be valid JSON.
+    """
+    text = to_json(value)
+    try:
+        text.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(value, allow_nan=False)
+    typer.echo(text)
 
-    likeliest = [[token, finite(x)] for token, x in told.likeliest]
-    return {"logprob": finite(told.logprob), "likeliest": likeliest}
+
+def context_warning(tokens: int) -> str:
+    """The warning for a text that is ``tokens`` longer than the model was trained for."""
+    return (
+        f"kvjax: warning: the text is {tokens:,} token{'s' if tokens > 1 else ''} longer than the "
+        "model was trained for: the output may be nonsense"
+    )
 
 
-def _readable(value: Any) -> str:
+def stats_line(stats: dict[str, Any]) -> str:
+    """The statistics of one generation, on one line."""
+    moves, speculation = len(stats["moves"]), stats["speculation"]
+    parts = [
+        f"{stats['prompt_tokens']} prompt + {stats['new_tokens']} new tokens",
+        f"compile {stats['compile_seconds']:.2f} s ({stats['compilations']} programs)",
+        f"prefill {stats['prefill_seconds']:.3f} s",
+        f"decode {stats['decode_seconds']:.3f} s, {stats['decode_tokens_per_second']:.1f} tokens/s",
+        f"cache {bytes_by_place(stats['cache_bytes']) or 'none'}",
+    ]
+    if moves:
+        parts.append(f"{moves} layer{'s' if moves > 1 else ''} moved")
+    if speculation:
+        passes = speculation["passes"] + speculation["saved"]
+        parts.append(
+            f"{speculation['accepted']} of {speculation['proposed']} drafted tokens accepted, "
+            f"{speculation['saved']} of {passes} passes saved"
+        )
+    return " · ".join(parts)
+
+
+def bytes_by_place(sizes: Mapping[str, float]) -> str:
+    """Sizes in bytes and their places: ``1.5 MB device, 3 MB host``."""
+    return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
+
+
+def format_table(report: dict[str, Any]) -> str:
+    """A table with a line for each entry: its name and its value."""
+    width = max(map(len, report)) + 2
+    return "\n".join(f"{k.replace('_', ' '):<{width}}{_format(v)}" for k, v in report.items())
+
+
+def _format(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_readable(v)}" for k, v in value.items())
+        return ", ".join(f"{k} {_format(v)}" for k, v in value.items())
     if isinstance(value, list):
-        return ", ".join(map(_readable, value))
+        return ", ".join(map(_format, value))
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def texts_as_json(result: GenerationResult) -> list[dict[str, Any]]:
+    """The texts of one prompt as JSON objects, with their scores."""
+    texts: list[dict[str, Any]] = []
+    for row, (text, tokens) in enumerate(zip(result.text, result.tokens, strict=True)):
+        entry: dict[str, Any] = {"text": text, "tokens": tokens}
+        if result.sequence_scores is not None:
+            entry["sequence_score"] = _finite(result.sequence_scores[row])
+        if result.logprobs is not None:
+            entry["logprobs"] = [score_as_json(score) for score in result.logprobs[row]]
+        texts.append(entry)
+    return texts
+
+
+def texts_with_headings(result: GenerationResult) -> str:
+    """The texts of one prompt, each after a line with its number and score."""
+    parts = []
+    for row, text in enumerate(result.text):
+        scores = result.sequence_scores
+        score = "" if scores is None else f" ({scores[row]:.4f})"
+        parts.append(f"--- {row + 1}{score}\n{text}")
+    return "\n".join(parts)
+
+
+def score_as_json(score: TokenScore) -> dict[str, Any]:
+    """A token's log-probabilities as a JSON object."""
+    likeliest = [[token, _finite(logprob)] for token, logprob in score.likeliest]
+    return {"logprob": _finite(score.logprob), "likeliest": likeliest}
+
+
+def _finite(number: float) -> float | None:
+    """A number, or None for an infinity, which JSON can't represent."""
+    return number if math.isfinite(number) else None

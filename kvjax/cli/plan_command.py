@@ -1,4 +1,4 @@
-"""``kvjax plan``: what a model and its cache take, and what fits, before anything is loaded."""
+"""``kvjax plan``: the memory of a model and its cache, and what fits, before anything is loaded."""
 
 import dataclasses
 import functools
@@ -11,59 +11,63 @@ from jax.sharding import AbstractMesh
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.device_plan import on_device
-from kvjax.cli.output import beyond, by_place
-from kvjax.cli.progress import shown
-from kvjax.cli.streams import echo_json
-from kvjax.core.reporting import parse_bytes, readable_bytes
+from kvjax.cli.options import cache_policy
+from kvjax.cli.output import bytes_by_place, context_warning, echo_json
+from kvjax.cli.progress import show_progress
+from kvjax.core.reporting import parse_bytes, readable_bytes, report_progress
 from kvjax.core.target import Target, device_spec
+from kvjax.memory.device_plan import DevicePlan
+from kvjax.memory.limits import DEFAULT_CHOICES, CacheFit
+from kvjax.memory.planning import Plan
 from kvjax.memory.shapes import ModelShape
+from kvjax.memory.sizes import Plannable
 from kvjax.placement.device import Device
-from kvjax.placement.mesh import AXES, parse_mesh
-from kvjax.policies.presets import parse_policy
+from kvjax.placement.mesh import AXES, make_mesh, parse_mesh
+from kvjax.policies.presets import PolicyChoice, policy
 
 
 def plan(
+    *,
     model: options.Model = None,
     revision: options.Revision = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A config.json of any decoder, instead of a model that kvjax runs."),
+        typer.Option(help="A config.json of any decoder, also of one that kvjax does not run."),
     ] = None,
     shape: options.KnownShape = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="float32, bfloat16 or float16; by default what --model is loaded in here, and "
-            "with --config, --memory or --mesh the config's own."
+            help="float32, bfloat16 or float16; by default the dtype in which --model is loaded "
+            "here, or the config's own with --config, --memory or --mesh."
         ),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", "-b", help="Rows.")] = 1,
+    batch: Annotated[int, typer.Option("--batch", "-b", help="Number of rows.")] = 1,
     max_len: Annotated[
-        int | None, typer.Option(help="Tokens a row; by default what the model was trained for.")
+        int | None, typer.Option(help="Tokens per row; by default what the model was trained for.")
     ] = None,
     cache: options.Cache = "static",
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    window: options.Window = None,
-    sinks: options.Sinks = None,
+    quantization: options.Quantization,
+    sliding_window: options.SlidingWindow,
     memory: Annotated[
-        str | None, typer.Option(help="Of a device: 80GiB, 40GB. Shows what fits into it.")
+        str | None,
+        typer.Option(help="Memory of the device: 80GiB, 40GB. Shows what fits into it."),
     ] = None,
     memory_fraction: Annotated[
-        float, typer.Option(help="What the cache may take of what weights and temporaries leave.")
+        float,
+        typer.Option(help="Fraction of the memory left by weights and temporaries for the cache."),
     ] = 1.0,
-    devices: Annotated[int, typer.Option(help="How many share weights and heads evenly.")] = 1,
+    devices: Annotated[
+        int, typer.Option(help="Number of devices that share weights and heads evenly.")
+    ] = 1,
     mesh: Annotated[
         str | None, typer.Option(help="Plan for devices that share the work: data=2,tensor=4.")
     ] = None,
     device: Annotated[
         str | None,
         typer.Option(
-            help="Ask this device's own compiler, whether it is here or not: t4, l4, a100, h100, "
-            "h200, b200, v5e, v6e, v7x and others."
+            help="Compile with this device's compiler, also if there is no such device here: t4, "
+            "l4, a100, h100, h200, b200, v5e, v6e, v7x and others."
         ),
     ] = None,
     estimate: Annotated[
@@ -71,117 +75,155 @@ def plan(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    """Say what a model and its cache take, from the config alone, and what fits into a memory."""
+    """Plan the memory of a model and its cache from the config alone, and show what fits."""
     use_compilation_cache()
     if device is not None and jax.config.values["jax_platforms"] is None:
-        jax.config.update("jax_platforms", "cpu")  # devices that are here are not asked
+        jax.config.update("jax_platforms", "cpu")  # local accelerators are not needed
     import kvjax
-    from kvjax.memory.planning import beyond_context, plan
-    from kvjax.quality import reports
+    from kvjax.memory.planning import beyond_context
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
-    # A memory or a mesh is of devices that need not be here: weights are what the checkpoint has.
-    here = memory is None and mesh is None and config is None and device is None
-    target = Device().target() if here else Target("elsewhere")
+    # With a memory, a mesh or a device, the plan is for devices that may not be here.
+    local = memory is None and mesh is None and config is None and device is None
+    target = Device().target() if local else Target("elsewhere")
     if device is not None:
         target = device_spec(device).target
-    planned, trained = _planned(model, revision, config, shape, dtype, target)
+    plannable, context = _read_model(model, revision, config, shape, dtype, target)
     name = str(model or config or shape or "the embedded model")
-    max_len = trained if max_len is None else max_len
+    max_len = context if max_len is None else max_len
     if max_len is None:
-        raise ValueError("the config does not say how long a text may be: give --max-len")
+        raise ValueError("the config does not limit the text's length: give --max-len")
+    automatic = cache.split(",")[0].strip() == "auto"
     if device is not None:
         if memory is not None or devices != 1 or estimate or memory_fraction != 1.0:
             raise ValueError(
-                "--device has a memory and a compiler of its own: give it without --memory, "
-                "--memory-fraction, --devices and --estimate"
+                "--device has its own memory and compiler: omit --memory, --memory-fraction, "
+                "--devices and --estimate"
             )
-        if cache.split(",")[0].strip() == "auto":
+        if automatic:
             raise ValueError(
-                "--cache auto moves layers while it runs: with --device give what it chooses among"
+                "--cache auto moves layers at run time, which --device can't plan: give one of the "
+                "policies that it chooses from"
             )
-    shared = None if mesh is None else _abstract(mesh)
-    fits = functools.partial(
-        kvjax.memory.what_fits, planned, batch=batch, max_len=max_len, fraction=memory_fraction,
-        memory=None if memory is None else parse_bytes(memory), devices=devices,
-    )  # fmt: skip
-    room = None
-    automatic = cache.split(",")[0].strip() == "auto"
+    abstract_mesh = None if mesh is None else _abstract_mesh(mesh)
+    what_fits = functools.partial(
+        kvjax.memory.what_fits,
+        plannable,
+        batch=batch,
+        max_len=max_len,
+        fraction=memory_fraction,
+        memory=None if memory is None else parse_bytes(memory),
+        devices=devices,
+    )
+    budget = None
     if automatic:
         if memory is None:
-            raise ValueError("--cache auto keeps to a memory: give --memory, that of the device")
-        room = devices * fits()[0].allowed
-    settings = {"bits": kv_bits, "key_bits": key_bits, "value_bits": value_bits,
-                "group": group_size, "window": window, "sinks": sinks}  # fmt: skip
-    chosen = parse_policy(cache, **settings, memory=room)
-    special = cache != "static" or any(x is not None for x in settings.values())
+            raise ValueError("--cache auto needs the memory of the device: give --memory")
+        budget = devices * what_fits()[0].allowed
+    settings: dict[str, Any] = quantization.settings() | sliding_window.settings()
+    is_default = cache == "static" and all(value is None for value in settings.values())
+    chosen = cache_policy(cache, quantization, sliding_window, memory=budget)
     if device is not None:
-        choices = {"this one": chosen} if special else None
-        on_device(planned, name, device, mesh, choices, batch, max_len, as_json)
-        if over := beyond_context(planned.config, max_len):
-            typer.echo(beyond(over), err=True)
+        choices = None if is_default else {"this one": chosen}
+        _plan_for_device(plannable, name, device, mesh, choices, batch, max_len, as_json)
+        if excess := beyond_context(plannable.config, max_len):
+            typer.echo(context_warning(excess), err=True)
         return
-    if shared is not None and (memory is not None or devices != 1):
-        raise ValueError("--mesh shows what a device has: give it without --memory and --devices")
-    with shown("planning"):
-        found = plan(
-            planned, chosen, batch=batch, max_len=max_len, mesh=shared,
+    if abstract_mesh is not None and (memory is not None or devices != 1):
+        raise ValueError("--mesh plans for each device: omit --memory and --devices")
+    with show_progress("planning"):
+        result = kvjax.plan(
+            plannable,
+            chosen,
+            batch=batch,
+            max_len=max_len,
+            mesh=abstract_mesh,
             compiled=not (estimate or config),
-        )  # fmt: skip
-    rooms = None
+        )
+    fits = None
     if memory is not None:
-        # An automatic cache fits whatever it is given.
-        rooms = fits(choices={"this one": chosen} if special and not automatic else None)
+        # An automatic cache fits any memory.
+        fits = what_fits(choices=None if is_default or automatic else {"this one": chosen})
     elif devices != 1 or memory_fraction != 1.0:
-        raise ValueError("--devices and --memory-fraction are for --memory: give it")
-    if found.beyond_context:
-        typer.echo(beyond(found.beyond_context), err=True)
+        raise ValueError("--devices and --memory-fraction need --memory")
+    if result.beyond_context:
+        typer.echo(context_warning(result.beyond_context), err=True)
     if as_json:
-        report: dict[str, Any] = {"model": name, "plan": dataclasses.asdict(found)}
-        if rooms is not None:
-            report["fits"] = [dataclasses.asdict(room) | {"fits": room.fits} for room in rooms]
+        report: dict[str, Any] = {"model": name, "plan": dataclasses.asdict(result)}
+        if fits is not None:
+            report["fits"] = [dataclasses.asdict(fit) | {"fits": fit.fits} for fit in fits]
         echo_json(report)
         return
-    each = "" if mesh is None else f", on each of {found.devices} devices ({mesh})"
-    typer.echo(f"{name} in {planned.config.dtype}, {batch} x {max_len:,} tokens{each}\n")
+    per_device = "" if mesh is None else f", on each of {result.devices} devices ({mesh})"
+    typer.echo(f"{name} in {plannable.config.dtype}, {batch} x {max_len:,} tokens{per_device}\n")
+    _print_plan(result)
+    if fits is not None:
+        per_device = f" on each of {devices} devices" if devices > 1 else ""
+        typer.echo(f"\n{memory} of memory{per_device}:\n")
+        _print_fits(fits)
+
+
+def _print_plan(plan: Plan) -> None:
+    from kvjax.quality import reports
+
     rows = {
-        "weights": readable_bytes(found.weights),
-        "cache": by_place(found.cache),
-        "  a token of a row": by_place(found.token),
-        f"temporaries ({found.source})": readable_bytes(found.temporaries),
-        "device, in all": readable_bytes(found.device),
-        f"a step behind {found.length:,} tokens": "",
-        "  operations": f"{found.operations:.3g}",
-        "  without a cache": f"{found.operations_uncached:.3g}",
-        "  bytes read": readable_bytes(found.moved),
+        "weights": readable_bytes(plan.weights),
+        "cache": bytes_by_place(plan.cache),
+        "  per token of a row": bytes_by_place(plan.token),
+        f"temporaries ({plan.source})": readable_bytes(plan.temporaries),
+        "device, total": readable_bytes(plan.device),
+        f"a step after {plan.length:,} tokens": "",
+        "  operations": f"{plan.operations:.3g}",
+        "  without a cache": f"{plan.operations_uncached:.3g}",
+        "  bytes read": readable_bytes(plan.moved),
     }
     typer.echo(reports.format_columns([*rows.items()]))
-    if rooms is not None:
-        each = f" on each of {devices} devices" if devices > 1 else ""
-        typer.echo(f"\n{memory} of memory{each}:\n")
-        typer.echo(reports.format_columns(_room_rows(rooms)))
 
 
-def _abstract(words: str) -> Any:
-    """A mesh of devices that need not be here."""
-    if words == "auto":
-        raise ValueError(
-            "--mesh auto goes by the devices that are here: plan for so many, tensor=4"
+def _print_fits(fits: list[CacheFit]) -> None:
+    """Print a table of the policies, and of the largest batch and the longest text that fit."""
+    from kvjax.quality import reports
+
+    def limit(value: int | None) -> str:
+        return "no limit" if value is None else f"{value:,}"
+
+    rows = [["cache", "size", "budget", "", "largest batch", "longest text", "on the host"]]
+    for fit in fits:
+        rows.append(
+            [
+                fit.name,
+                readable_bytes(fit.cache),
+                readable_bytes(fit.allowed),
+                "fits" if fit.fits else "too large",
+                limit(fit.largest_batch),
+                limit(fit.largest_len),
+                readable_bytes(fit.host) if fit.host else "-",
+            ]
         )
-    return AbstractMesh(tuple(parse_mesh(words).get(axis, 1) for axis in AXES), AXES)
+    typer.echo(reports.format_columns(rows))
 
 
-def _planned(
+def _abstract_mesh(value: str) -> AbstractMesh:
+    """The mesh of ``--mesh``, without devices."""
+    if value == "auto":
+        raise ValueError("--mesh auto depends on local devices: give a size, such as tensor=4")
+    sizes = parse_mesh(value)
+    return AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
+
+
+def _read_model(
     model: str | None,
     revision: str | None,
     config: Path | None,
     shape: str | None,
     dtype: str | None,
     target: Target,
-) -> tuple[Any, int | None]:
-    """What is planned for, and the length that it was trained for. A config that kvjax runs is read
-    as ``load`` reads it."""
+) -> tuple[Plannable, int | None]:
+    """What to plan for, and the text length that it was trained for.
+
+    A config that kvjax can run is read as ``load`` reads it.
+    """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config_json import read_config
     from kvjax.models.fields import Fields, read_json
@@ -190,33 +232,114 @@ def _planned(
     from kvjax.models.multimodal import is_read
 
     check_dtype(dtype)
-    found = None
+    loadable = None
     if config is not None and is_read(Fields(config, read_json(config))):
-        found = read_config(config)
+        loadable = read_config(config)
     elif config is None and shape is None:
-        found = read_config(locate(model, revision))
-    if found is not None:
-        found = dataclasses.replace(found, dtype=found.dtype or "bfloat16")
-        computed = compute_dtype(found, dtype, target)
-        return Architecture(dataclasses.replace(found, dtype=computed)), found.context
-    alone = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
-    if dtype is None and alone.dtype == "bfloat16" and target.before_ampere:
+        loadable = read_config(locate(model, revision))
+    if loadable is not None:
+        loadable = dataclasses.replace(loadable, dtype=loadable.dtype or "bfloat16")
+        computed = compute_dtype(loadable, dtype, target)
+        return Architecture(dataclasses.replace(loadable, dtype=computed)), loadable.context
+    numbers = ModelShape.from_config(read_json(config)) if config else known_shape(str(shape))
+    if dtype is None and numbers.dtype == "bfloat16" and target.before_ampere:
         dtype = "float16"
-    alone = dataclasses.replace(alone, dtype=dtype or alone.dtype)
-    return alone, alone.context
+    numbers = dataclasses.replace(numbers, dtype=dtype or numbers.dtype)
+    return numbers, numbers.context
 
 
-def _room_rows(rooms: list[Any]) -> list[list[str]]:
-    def number(value: int | None) -> str:
-        return "no end" if value is None else f"{value:,}"
+def _plan_for_device(
+    model: Plannable,
+    name: str,
+    device: str,
+    mesh: str | None,
+    choices: dict[str, PolicyChoice] | None,
+    batch: int,
+    max_len: int,
+    as_json: bool,
+) -> None:
+    """Plan with a device's own compiler, and print a row for each policy.
 
-    head = ["cache", "takes", "may take", "", "largest batch", "longest text", "and of the host"]
-    body = [
-        [
-            room.name, readable_bytes(room.cache), readable_bytes(room.allowed),
-            "fits" if room.fits else "too large", number(room.largest_batch),
-            number(room.largest_len), readable_bytes(room.host) if room.host else "-",
-        ]
-        for room in rooms
+    ``mesh``: plan for a mesh of such devices. ``choices``: policies by name; by default those that
+    ``what_fits`` compares, except the one on the host.
+    """
+    from kvjax.memory.device_plan import plan_on
+
+    if choices is None:
+        defaults: dict[str, Any] = {title: policy(**it) for title, it in DEFAULT_CHOICES.items()}
+        choices = {k: each for k, each in defaults.items() if not each.placement.needs_tail}
+    target: Any = device if mesh is None else make_mesh(**parse_mesh(mesh), devices=device)
+    plans: dict[str, DevicePlan] = {}
+    with show_progress("planning"):
+        for number, (title, choice) in enumerate(choices.items()):
+            report_progress(f"planning {title}", number, len(choices))
+            plans[title] = plan_on(model, choice, device=target, batch=batch, max_len=max_len)
+    if as_json:
+        entries = {
+            title: dataclasses.asdict(plan)
+            | {"whole": plan.whole, "fits": plan.fits, "seconds": plan.seconds}
+            for title, plan in plans.items()
+        }
+        echo_json({"model": name, "device": device, "mesh": mesh, "plans": entries})
+        return
+    first = next(iter(plans.values()))
+    memory = "" if first.memory is None else f" with {readable_bytes(first.memory)}"
+    per_device = "" if mesh is None else f"; figures are for each of {first.devices} ({mesh})"
+    typer.echo(
+        f"{name} in {model.config.dtype}, {batch} x {max_len:,} tokens, compiled ahead of time for "
+        f"{first.device}{memory}; nothing was executed{per_device}\n"
+    )
+    _print_device_plans(plans)
+    if sentence := _too_large(plans, divisible=model.apply is not None):
+        typer.echo(f"\n{sentence}")
+
+
+def _print_device_plans(plans: dict[str, DevicePlan]) -> None:
+    from kvjax.quality import reports
+
+    head = [
+        "cache", "weights", "cache", "temporaries", "code", "total", "",
+        "step traffic", "ideal", "at least", "sends",
     ]  # fmt: skip
-    return [head, *body]
+    rows = [
+        [
+            title,
+            readable_bytes(plan.weights),
+            bytes_by_place(plan.cache),
+            readable_bytes(plan.temporaries),
+            readable_bytes(plan.code),
+            readable_bytes(plan.whole),
+            {True: "fits", False: "too large", None: ""}[plan.fits],
+            readable_bytes(plan.moved),
+            readable_bytes(plan.ideal),
+            "" if plan.seconds is None else f"{1000 * plan.seconds:.1f} ms",
+            readable_bytes(plan.sent),
+        ]
+        for title, plan in plans.items()
+    ]
+    single = all(plan.devices == 1 for plan in plans.values())
+    typer.echo(reports.format_columns([row[:-1] if single else row for row in (head, *rows)]))
+
+
+def _too_large(plans: dict[str, DevicePlan], divisible: bool) -> str:
+    """Why some caches do not fit, in a sentence; empty if all fit.
+
+    ``divisible``: whether the model can be divided among devices.
+    """
+    large = [title for title, plan in plans.items() if plan.fits is False]
+    if not large:
+        return ""
+    plan = plans[large[0]]
+    assert plan.memory is not None
+    names = "all of these" if len(large) == len(plans) > 1 else ", ".join(large)
+    device = "each device" if plan.devices > 1 else "the device"
+    start = f"Too large: {names}. The memory of {device} is {readable_bytes(plan.memory)}"
+    weights = readable_bytes(plan.weights)
+    if plan.weights >= plan.memory:
+        option = "--mesh tensor=..." if divisible else "--mesh, with --model or --config"
+        return f"{start}, less than the weights ({weights}): divide them among devices ({option})."
+    left = readable_bytes(plan.memory - plan.weights)
+    return (
+        f"{start}; the weights take {weights}, which leaves {left} for the cache, temporaries and "
+        "code."
+    )

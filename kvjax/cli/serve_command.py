@@ -1,141 +1,124 @@
-"""``kvjax serve``: an engine behind HTTP."""
+"""``kvjax serve``: an HTTP server compatible with OpenAI's API."""
 
 import asyncio
+import importlib.util
 import signal
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from kvjax.cli import drafting, options
-from kvjax.cli.common import given_mesh, use_compilation_cache
-from kvjax.cli.progress import INTERRUPTED, leave, shown
+from kvjax.cli import options
+from kvjax.cli.common import mesh_from_option, use_compilation_cache
+from kvjax.cli.interrupts import INTERRUPTED, exit_now
+from kvjax.cli.options import cache_policy
+from kvjax.cli.progress import show_progress
 from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import parse_bytes
-from kvjax.policies.presets import parse_policy
 
-MOST_TOKENS = 4096
-"""Of a text, where nobody says more: positions of a model may be many, or have no end."""
+DEFAULT_MAX_LEN = 4096
+"""Tokens of a sequence, at most, without ``--max-seq-len``."""
 
 
 def serve(
-    model: options.Model = None,
-    revision: options.Revision = None,
-    dtype: options.Dtype = None,
+    *,
+    model: options.ModelOptions,
     mesh: options.Mesh = "auto",
     name: Annotated[
-        str | None, typer.Option(help="What clients call the model; by default as it is given.")
+        str | None,
+        typer.Option(help="The model's name in requests; by default that of --model."),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 is a free one.", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(help="The port to listen on; 0 chooses a free one.", min=0, max=65535)
+    ] = 8000,
     cache: options.Cache = "paged",
-    kv_bits: options.Bits = None,
-    key_bits: options.KeyBits = None,
-    value_bits: options.ValueBits = None,
-    group_size: options.Group = None,
-    max_batch_size: Annotated[int, typer.Option(help="Choices that run at once.", min=1)] = 8,
-    max_seq_len: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of prompt and new text; by default the model's positions, 4096 at most.",
-            min=2,
-        ),
-    ] = None,
-    rotary_len: options.RotaryLen = None,
-    pages: Annotated[
-        int | None, typer.Option(help="Of each pool; by default what all rows can need.", min=1)
-    ] = None,
-    cache_memory: Annotated[
-        str | None, typer.Option(help="In place of --pages: what all may take: 8GiB, 500MB.")
-    ] = None,
+    quantization: options.Quantization,
+    size: options.EngineOptions,
     host_memory: Annotated[
-        str, typer.Option(help="Of the host's, for those who wait, and for prefixes.")
+        str, typer.Option(help="Host memory for waiting requests and cached prefixes.")
     ] = "1GiB",
-    prefill_chunk: Annotated[
-        int, typer.Option(help="Tokens of a prompt that are computed together.", min=1)
-    ] = 256,
-    draft: drafting.DraftFrom = None,
-    draft_layers: drafting.DraftLayers = None,
-    lookup: drafting.Lookup = False,
+    drafting: options.Drafting,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="KVJAX_API_KEY", help="A key that clients must send; may be repeated."),
+        typer.Option(envvar="KVJAX_API_KEY", help="A key that clients may send; may be repeated."),
     ] = None,
     share_prefixes: Annotated[
         bool,
-        typer.Option("--share-prefixes", help="Those with different keys share prefixes too."),
+        typer.Option(
+            "--share-prefixes", help="Share cached prefixes between clients with different keys."
+        ),
     ] = False,
     allow_origin: Annotated[
         list[str] | None,
-        typer.Option(help="A site whose pages may ask, https://example.org; may be repeated."),
+        typer.Option(
+            help="A site whose pages may send requests: https://example.org; may be repeated."
+        ),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Choices that may wait beside those that run.", min=0)
+        int, typer.Option(help="Sequences that may wait while others run.", min=0)
     ] = 64,
-    max_body: Annotated[str, typer.Option(help="Bytes of a request.")] = "4MiB",
+    max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "4MiB",
     patience: Annotated[
-        float, typer.Option(help="Seconds that a client may take to send, or to read.")
+        float,
+        typer.Option(help="Seconds that a client may take to send a request or read a response."),
     ] = 30.0,
     grace: Annotated[
-        float, typer.Option(help="Seconds that those who were accepted have, at the end.")
+        float, typer.Option(help="Seconds to finish accepted requests at shutdown.")
     ] = 30.0,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients ask for it."""
-    from kvjax.serve.needed import check_installed
-
+    """Serve a model over HTTP, compatible with OpenAI's API."""
     check_installed()
-    drafts = draft, draft_layers, lookup
-    drafting.check_draft(*drafts)
-    from kvjax.serve.auth import loopback
-    from kvjax.serve.server import Server, address_of, bound
-    from kvjax.serve.settings import Settings
+    drafting.check()
+    from kvjax.serve.auth import is_loopback
+    from kvjax.serve.server import Server, bind, url_of
+    from kvjax.serve.state import ServerSettings
 
-    settings = Settings(
-        name=name or _name(model),
-        keys=tuple(api_key or ()), share_prefixes=share_prefixes,
-        origins=tuple(allow_origin or ()),
-        places=max_batch_size + max_queue, max_body=parse_bytes(max_body), patience=patience,
+    settings = ServerSettings(
+        name=name or _model_name(model.model),
+        api_keys=tuple(api_key or ()),
+        share_prefixes=share_prefixes,
+        allowed_origins=tuple(allow_origin or ()),
+        max_sequences=size.max_batch_size + max_queue,
+        max_body=parse_bytes(max_body),
+        patience=patience,
         grace=grace,
-    )  # fmt: skip
-    policy = parse_policy(
-        cache, bits=kv_bits, key_bits=key_bits, value_bits=value_bits, group_size=group_size
     )
+    policy = cache_policy(cache, quantization)
     use_compilation_cache()
-    with bound(host, port) as listener:
-        import kvjax
-        from kvjax import models
-
-        with shown("loading"):
-            lm = models.load(model, dtype=dtype, revision=revision, mesh=given_mesh(mesh))
-            limits = kvjax.memory.InferenceLimits(
-                max_batch_size=max_batch_size, max_seq_len=max_seq_len or _positions(lm)
+    with bind(host, port) as listener:
+        with show_progress("loading"):
+            lm = model.load(mesh_from_option(mesh))
+            engine = size.engine(
+                lm,
+                policy,
+                min(lm.config.position_limit or DEFAULT_MAX_LEN, DEFAULT_MAX_LEN),
+                host_memory=host_memory,
+                draft=drafting.load(lm, lm.mesh, model.dtype),
             )
-            engine = kvjax.Engine(
-                lm, policy, limits, pages=pages, memory=cache_memory, prefill_chunk=prefill_chunk,
-                host_memory=host_memory, rotary_len=rotary_len,
-                draft=drafting.draft_for(lm, *drafts, dtype=dtype, mesh=lm.mesh),
-            )  # fmt: skip
-        with shown("compiling"):
+        with show_progress("compiling"):
             engine.compile()
-        address = address_of(listener)
+        url = url_of(listener)
 
-        def ready() -> None:
-            if not settings.keys and not loopback(host):
-                typer.echo("kvjax: whoever reaches this address may use it: --api-key", err=True)
-            typer.echo(f"kvjax: serving {settings.name} at {address}", err=True)
+        def on_ready() -> None:
+            if not settings.api_keys and not is_loopback(host):
+                message = "kvjax: warning: anyone who can reach this address can use the server"
+                typer.echo(f"{message}; require a key with --api-key", err=True)
+            typer.echo(f"kvjax: serving {settings.name} at {url}", err=True)
 
-        asyncio.run(
-            Server(engine, lm, settings).run(
-                listener, ready, (signal.SIGTERM, signal.SIGINT), lambda: leave(INTERRUPTED)
-            )
-        )
+        server = Server(engine, lm, settings)
+        signals = signal.SIGTERM, signal.SIGINT
+        asyncio.run(server.run(listener, on_ready, signals, lambda: exit_now(INTERRUPTED)))
 
 
-def _name(model: str | None) -> str:
+def check_installed() -> None:
+    """Raise ``ValueError`` if a package is missing that the server needs."""
+    packages = "starlette", "uvicorn", "prometheus_client", "llguidance"
+    if missing := [name for name in packages if importlib.util.find_spec(name) is None]:
+        raise ValueError(f'serving needs {missing[0]}: pip install "kvjax[serve]"')
+
+
+def _model_name(model: str | None) -> str:
     if model is None:
         return "kvjax-tiny"
     folder = expand_user(model)
     return folder.resolve().name if folder.is_dir() else model
-
-
-def _positions(lm: Any) -> int:
-    return min(lm.config.position_limit or MOST_TOKENS, MOST_TOKENS)

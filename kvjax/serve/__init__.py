@@ -1,1 +1,1 @@
-"""An engine behind HTTP, as OpenAI's clients ask for it."""
+"""An HTTP server for an engine, compatible with OpenAI's API."""

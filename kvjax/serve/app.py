@@ -1,4 +1,4 @@
-"""The endpoints of a server."""
+"""The ASGI application: routes, monitoring endpoints and error handlers."""
 
 import asyncio
 from pathlib import Path
@@ -12,101 +12,117 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvjax.serve.auth import Gate
-from kvjax.serve.chat import Chat
-from kvjax.serve.completions import Completions
-from kvjax.serve.endpoint import Endpoint
-from kvjax.serve.errors import Refused, json_response
-from kvjax.serve.state import Shared
+from kvjax.serve.auth import AccessMiddleware
+from kvjax.serve.chat import ChatSchema
+from kvjax.serve.completions import CompletionsSchema
+from kvjax.serve.endpoint import GenerationEndpoint
+from kvjax.serve.errors import APIError, json_response
+from kvjax.serve.state import ServerState
 
 _PAGE = Path(__file__).with_name("page.html")
-_POLICY = (
+_CONTENT_SECURITY_POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""The page asks nobody else for anything."""
+"""The page may load nothing from other servers."""
 
 
-def make_app(shared: Shared) -> ASGIApp:
-    """An application of ASGI that serves an engine's model."""
-    page, watch = _PAGE.read_bytes(), _Watch(shared)
-    parts = shared.lm, shared.limits, shared.texts
+def make_app(state: ServerState) -> ASGIApp:
+    """An ASGI application that serves the model of ``state``."""
+    page, monitoring = _PAGE.read_bytes(), _Monitoring(state)
+    parts = state.lm, state.limits, state.token_texts
+    completions = GenerationEndpoint(state, CompletionsSchema(*parts))
+    chat = GenerationEndpoint(state, ChatSchema(*parts))
 
     async def root(request: Request) -> Response:
-        headers = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
+        headers = {
+            "Content-Security-Policy": _CONTENT_SECURITY_POLICY,
+            "Cache-Control": "no-cache",
+        }
         return Response(page, headers=headers, media_type="text/html")
 
-    routes = [
-        Route("/", root),
-        Route("/health", watch.health),
-        Route("/metrics", watch.metrics),
-        Route("/stats", watch.stats),
-        Route("/v1/models", watch.models),
-        Route("/v1/models/{name:path}", watch.model),
-        Route("/v1/completions", Endpoint(shared, Completions(*parts)), methods=["POST"]),
-        Route("/v1/chat/completions", Endpoint(shared, Chat(*parts)), methods=["POST"]),
-    ]
     app = Starlette(
-        routes=routes,
-        exception_handlers={Refused: _refused, HTTPException: _unknown, Exception: _failed},
+        routes=[
+            Route("/", root),
+            Route("/health", monitoring.health),
+            Route("/metrics", monitoring.metrics),
+            Route("/stats", monitoring.stats),
+            Route("/v1/models", monitoring.models),
+            Route("/v1/models/{name:path}", monitoring.model),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+        ],
+        exception_handlers={
+            APIError: _api_error,
+            HTTPException: _http_error,
+            Exception: _internal_error,
+        },
     )
-    gate = Gate(app, shared)
-    if not (origins := shared.settings.origins):
-        return gate
+    protected = AccessMiddleware(app, state)
+    origins = state.settings.allowed_origins
+    if not origins:
+        return protected
     return CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",),
+        protected,
+        allow_origins=origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
         expose_headers=("Retry-After",),
-    )  # fmt: skip
+    )
 
 
-class _Watch:
-    """What is known of the server itself."""
+class _Monitoring:
+    """The endpoints that describe the server itself."""
 
-    def __init__(self, shared: Shared) -> None:
-        self._shared = shared
+    def __init__(self, state: ServerState) -> None:
+        self._state = state
 
     async def health(self, request: Request) -> Response:
-        if self._shared.draining or not self._shared.service.running:
-            state = "stopping" if self._shared.draining else "failed"
-            return json_response({"status": state}, 503)
+        if self._state.draining or not self._state.service.running:
+            status = "stopping" if self._state.draining else "failed"
+            return json_response({"status": status}, 503)
         return json_response({"status": "ok"})
 
     async def metrics(self, request: Request) -> Response:
-        text = await asyncio.to_thread(self._shared.figures.text)
+        text = await asyncio.to_thread(self._state.metrics.exposition)
         return Response(text, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     async def stats(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self._shared.figures.stats)
-        return json_response(found | {"model": self._shared.settings.name})
+        stats = await asyncio.to_thread(self._state.metrics.stats)
+        return json_response(stats | {"model": self._state.settings.name})
 
     async def models(self, request: Request) -> Response:
         return json_response({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        if request.path_params["name"] != self._shared.settings.name:
-            raise Refused(404, "there is no such model here", code="model_not_found")
+        if request.path_params["name"] != self._state.settings.name:
+            raise APIError(404, "no such model on this server", code="model_not_found")
         return json_response(self._model())
 
     def _model(self) -> dict[str, object]:
-        shared = self._shared
-        templates = shared.lm.tokenizer is not None and bool(shared.lm.tokenizer.templates)
+        state, tokenizer = self._state, self._state.lm.tokenizer
         return {
-            "id": shared.settings.name, "object": "model", "created": shared.created,
-            "owned_by": "kvjax", "max_model_len": shared.limits.longest, "chat": templates,
-        }  # fmt: skip
+            "id": state.settings.name,
+            "object": "model",
+            "created": state.created,
+            "owned_by": "kvjax",
+            "max_model_len": state.limits.max_len,
+            "chat": tokenizer is not None and bool(tokenizer.templates),
+        }
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refused)
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, APIError)
     return error.response()
 
 
-async def _unknown(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Exception) -> Response:
+    """An error that Starlette raises, such as an unknown path."""
     assert isinstance(error, HTTPException)
-    message = {404: f"there is no {request.url.path} here"}.get(error.status_code, error.detail)
-    return Refused(error.status_code, message, headers=error.headers).response()
+    message = f"no such path: {request.url.path}" if error.status_code == 404 else error.detail
+    return APIError(error.status_code, message, headers=error.headers).response()
 
 
-async def _failed(request: Request, error: Exception) -> Response:
-    return Refused(500, "the server failed; its log says how").response()
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return APIError(500, "internal server error; see the server's log").response()

@@ -4,142 +4,165 @@ from typing import Any
 
 from kvjax.core.errors import CheckpointError
 from kvjax.sampling.scores import MAX_LOGPROBS
-from kvjax.serve.errors import Refused
+from kvjax.serve.errors import APIError
 from kvjax.serve.fields import Fields
-from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits
-from kvjax.serve.logprobs import TokenTexts
-from kvjax.serve.parse_request import Asked
+from kvjax.serve.logprobs import ScoredToken, TokenTexts, finite
+from kvjax.serve.parse_request import GenerationRequest
 
 _ROLES = {"system", "developer", "user", "assistant"}
-_NO_TOOLS = {
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]],
-    "function_call": ["none", "auto"], "modalities": [["text"]],
-}  # fmt: skip
-"""Fields of what is not supported, and their values that ask for nothing."""
-_OWN = {"messages", "name", "add_generation_prompt", "continue_final_message"}
+_UNSUPPORTED = {
+    "tools": [[]],
+    "tool_choice": ["none", "auto"],
+    "functions": [[]],
+    "function_call": ["none", "auto"],
+    "modalities": [["text"]],
+}
+"""Unsupported fields, with the values that request nothing."""
+_RESERVED_TEMPLATE_ARGUMENTS = {
+    "messages",
+    "name",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 
-class Chat:
-    """See ``Form``."""
+class ChatSchema:
+    """See ``EndpointSchema``."""
 
-    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+    id_prefix, response_type, chunk_type = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, lm: Any, limits: Limits, texts: TokenTexts | None) -> None:
-        self._lm, self._limits, self._texts = lm, limits, texts
+    def __init__(self, lm: Any, limits: Limits, token_texts: TokenTexts | None) -> None:
+        self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
-    def read(self, fields: Fields) -> Asked:
-        for name, values in _NO_TOOLS.items():
-            fields.neutral(name, *values)
-        fields.drop("parallel_tool_calls", "prediction")
-        limits = {name: fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")}
-        given = {value for value in limits.values() if value is not None}
-        if len(given) > 1:
-            message = "max_tokens is the older name of max_completion_tokens: give one of them"
-            raise Refused(400, message, param="max_tokens")
-        prompts = [self._prompt(fields)]
-        limit = self._limits.new_tokens(prompts, next(iter(given), None), None)
-        asked = Asked(prompts=prompts, limit=limit)
-        wanted, count = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_LOGPROBS)
-        if count and not wanted:
-            raise Refused(400, "top_logprobs is for logprobs: true", param="top_logprobs")
-        if wanted:
-            asked.settings["logprobs"] = count or 0
-        return asked
+    def parse(self, fields: Fields) -> GenerationRequest:
+        for name, neutral in _UNSUPPORTED.items():
+            fields.unsupported(name, *neutral)
+        fields.ignore("parallel_tool_calls", "prediction")
+        limits = {fields.integer(name, 1) for name in ("max_completion_tokens", "max_tokens")}
+        limits.discard(None)
+        if len(limits) > 1:
+            message = "max_tokens and max_completion_tokens differ: give only one of them"
+            raise APIError(400, message, param="max_tokens")
+        prompts = [self._parse_messages(fields)]
+        requested = limits.pop() if limits else None
+        max_tokens = self._limits.max_new_tokens(prompts, requested, None)
+        request = GenerationRequest(prompts=prompts, max_tokens=max_tokens)
+        logprobs = fields.flag("logprobs")
+        top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
+        if top_logprobs and not logprobs:
+            raise APIError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        if logprobs:
+            request.settings["logprobs"] = top_logprobs or 0
+        return request
 
-    def _prompt(self, fields: Fields) -> list[int]:
-        value, options = fields.raw("messages"), fields.raw("chat_template_kwargs")
+    def _parse_messages(self, fields: Fields) -> list[int]:
+        """The conversation as token ids, by the model's chat template."""
+        value, arguments = fields.raw("messages"), fields.raw("chat_template_kwargs")
         if not isinstance(value, list) or not value:
-            raise fields.wrong("messages", "a list of at least one message", value)
-        if not isinstance(options, dict | None) or _OWN & set(options or {}):
-            raise fields.wrong("chat_template_kwargs", "an object of a template's own", options)
-        messages = [_message(each, f"messages[{at}]") for at, each in enumerate(value)]
+            raise fields.error("messages", "a list of at least one message", value)
+        if not isinstance(arguments, dict | None) or _RESERVED_TEMPLATE_ARGUMENTS & set(
+            arguments or {}
+        ):
+            expected = f"an object without {', '.join(sorted(_RESERVED_TEMPLATE_ARGUMENTS))}"
+            raise fields.error("chat_template_kwargs", expected, arguments)
+        messages = [_parse_message(x, f"messages[{index}]") for index, x in enumerate(value)]
         try:
-            return self._lm.chat(messages, **_ending(fields), **(options or {}))
+            return self._lm.chat(messages, **_prompt_ending(fields), **(arguments or {}))
         except (ValueError, TypeError, CheckpointError) as error:
             code = None
             if self._lm.tokenizer is None or not self._lm.tokenizer.templates:
                 code = "no_chat_template"
-            raise Refused(400, str(error), param="messages", code=code) from None
+            raise APIError(400, str(error), param="messages", code=code) from None
 
-    def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
+    def choice(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
+    ) -> dict[str, Any]:
         return {
-            "index": index, "message": message, "logprobs": self._logprobs(scored),
-            "finish_reason": reason,
-        }  # fmt: skip
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": self._logprobs(scored),
+            "finish_reason": finish_reason,
+        }
 
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def piece(
-        self, index: int, text: str, scored: Scored | None, reason: str | None
+    def chunk(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
-        delta = {"content": text} if text or reason is None else {}
         return {
-            "index": index, "delta": delta, "logprobs": self._logprobs(scored),
-            "finish_reason": reason,
-        }  # fmt: skip
+            "index": index,
+            "delta": {"content": text} if text or finish_reason is None else {},
+            "logprobs": self._logprobs(scored),
+            "finish_reason": finish_reason,
+        }
 
-    def _logprobs(self, scored: Scored | None) -> dict[str, Any] | None:
+    def _logprobs(self, scored: list[ScoredToken] | None) -> dict[str, Any] | None:
         if scored is None:
             return None
         content = [
-            self._entry(token, score.logprob)
-            | {"top_logprobs": [self._entry(*other) for other in score.likeliest]}
+            self._logprob(token, score.logprob)
+            | {"top_logprobs": [self._logprob(*other) for other in score.likeliest]}
             for token, score, _ in scored
             if score is not None
         ]
         return {"content": content, "refusal": None}
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        assert self._texts is not None
-        text, raw = self._texts.of(token)
-        return {"token": text, "logprob": in_json(logprob), "bytes": raw}
+    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        assert self._token_texts is not None
+        text, raw = self._token_texts.lookup(token)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
 
 
-def _ending(fields: Fields) -> dict[str, bool]:
-    """What a prompt ends with, where it is not the header of an answer."""
-    goes_on = fields.flag("continue_final_message")
-    begins = fields.flag("add_generation_prompt", not goes_on)
-    if goes_on and begins:
-        message = "continue_final_message goes with add_generation_prompt: false"
-        raise Refused(400, message, param="continue_final_message")
-    if goes_on:
+def _prompt_ending(fields: Fields) -> dict[str, bool]:
+    """The template arguments for the end of the prompt.
+
+    By default the prompt ends with the header of the assistant's answer.
+    """
+    continued = fields.flag("continue_final_message")
+    header = fields.flag("add_generation_prompt", not continued)
+    if continued and header:
+        message = "continue_final_message needs add_generation_prompt: false"
+        raise APIError(400, message, param="continue_final_message")
+    if continued:
         return {"continue_final_message": True}
-    return {} if begins else {"add_generation_prompt": False}
+    return {} if header else {"add_generation_prompt": False}
 
 
-def _message(value: Any, name: str) -> dict[str, str]:
-    """A message as templates have it: its content a text."""
-    if not isinstance(value, dict):
-        raise Refused(400, f"{name} must be an object", param=name)
-    fields = Fields(value, f"{name}.")
-    role, content = fields.text("role"), fields.raw("content")
+def _parse_message(value: Any, name: str) -> dict[str, str]:
+    """A message for a chat template, which expects the content as one string."""
+    fields = _parse_object(value, name)
+    role, content, speaker = fields.text("role"), fields.raw("content"), fields.text("name")
     if role not in _ROLES:
-        raise fields.wrong("role", f"one of {', '.join(sorted(_ROLES))}", role)
-    speaker = fields.text("name")
-    fields.drop("refusal", "annotations")
-    fields.end()
+        raise fields.error("role", f"one of {', '.join(sorted(_ROLES))}", role)
+    fields.ignore("refusal", "annotations")
+    fields.reject_unknown()
     if isinstance(content, list):
-        content = "".join(_part(each, f"{name}.content[{at}]") for at, each in enumerate(content))
+        parts = (_parse_part(x, f"{name}.content[{index}]") for index, x in enumerate(content))
+        content = "".join(parts)
     if not isinstance(content, str):
-        raise fields.wrong("content", "a text, or a list of parts", content)
-    # Templates know the older name.
-    found = {"role": "system" if role == "developer" else role, "content": content}
-    return found if speaker is None else found | {"name": speaker}
+        raise fields.error("content", "a string or a list of parts", content)
+    # Templates know the role "developer" only by its older name.
+    message = {"role": "system" if role == "developer" else role, "content": content}
+    return message if speaker is None else message | {"name": speaker}
 
 
-def _part(value: Any, name: str) -> str:
-    if not isinstance(value, dict):
-        raise Refused(400, f"{name} must be an object", param=name)
-    fields = Fields(value, f"{name}.")
+def _parse_part(value: Any, name: str) -> str:
+    """The text of one part of a message's content."""
+    fields = _parse_object(value, name)
     kind = fields.text("type")
     if kind != "text":
-        raise fields.wrong("type", "text: this server knows no other parts", kind)
+        raise fields.error("type", "text, the only supported type", kind)
     text = fields.text("text")
-    fields.end()
+    fields.reject_unknown()
     if text is None:
-        raise fields.wrong("text", "a text", text)
+        raise fields.error("text", "a string", text)
     return text
+
+
+def _parse_object(value: Any, name: str) -> Fields:
+    if not isinstance(value, dict):
+        raise APIError(400, f"{name} must be an object", param=name)
+    return Fields(value, f"{name}.")

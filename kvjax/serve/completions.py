@@ -1,101 +1,120 @@
-"""``/v1/completions``: texts that go on."""
+"""``/v1/completions``: continuations of texts."""
 
 from typing import Any
 
 from kvjax.sampling.scores import MAX_LOGPROBS, TokenScore
-from kvjax.serve.echoes import Echo, echo_of
-from kvjax.serve.errors import Refused
+from kvjax.serve.errors import APIError
 from kvjax.serve.fields import Fields
-from kvjax.serve.form import Scored, in_json
 from kvjax.serve.limits import Limits
-from kvjax.serve.logprobs import TokenTexts
-from kvjax.serve.parse_request import Asked
+from kvjax.serve.logprobs import Echo, ScoredToken, TokenTexts, finite, make_echo
+from kvjax.serve.parse_request import GenerationRequest
 
-DEFAULT_TOKENS = 16
-"""New tokens, as OpenAI has it."""
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's default of ``max_tokens``."""
 
 
-class Completions:
-    """See ``Form``."""
+class CompletionsSchema:
+    """See ``EndpointSchema``."""
 
-    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+    id_prefix, response_type, chunk_type = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, lm: Any, limits: Limits, texts: TokenTexts | None) -> None:
-        self._lm, self._limits, self._texts = lm, limits, texts
+    def __init__(self, lm: Any, limits: Limits, token_texts: TokenTexts | None) -> None:
+        self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
-    def read(self, fields: Fields) -> Asked:
-        fields.neutral("suffix", "")
-        given, echo = self._prompts(fields), fields.flag("echo")
-        prompts = [self._limits.encoded(each) if isinstance(each, str) else each for each in given]
-        limit = fields.whole("max_tokens", 0)
-        if limit == 0 and not echo:
-            raise fields.wrong("max_tokens", "at least 1, or 0 with echo: true", limit)
-        # One is chosen in any case.
-        wanted = None if limit is None else max(limit, 1)
-        room = self._limits.new_tokens(prompts, wanted, DEFAULT_TOKENS)
-        asked = Asked(prompts=prompts, limit=0 if limit == 0 else room)
-        if (count := fields.whole("logprobs", 0, MAX_LOGPROBS)) is not None:
-            asked.settings["logprobs"] = count
+    def parse(self, fields: Fields) -> GenerationRequest:
+        fields.unsupported("suffix", "")
+        prompts, echo = self._parse_prompts(fields), fields.flag("echo")
+        token_ids = [self._encode(x) if isinstance(x, str) else x for x in prompts]
+        max_tokens = fields.integer("max_tokens", 0)
+        if max_tokens == 0 and not echo:
+            raise fields.error("max_tokens", "at least 1, or 0 with echo: true", max_tokens)
+        # The engine generates at least one token, also where only the echo is returned.
+        requested = None if max_tokens is None else max(max_tokens, 1)
+        limit = self._limits.max_new_tokens(token_ids, requested, DEFAULT_MAX_TOKENS)
+        request = GenerationRequest(prompts=token_ids, max_tokens=0 if max_tokens == 0 else limit)
+        logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
+        if logprobs is not None:
+            request.settings["logprobs"] = logprobs
             if echo:
-                asked.settings["prompt_logprobs"] = count
-        for name, wanted in (("echo", echo), ("logprobs", count is not None)):
-            if wanted and self._texts is None:
-                message = f"the model has no tokenizer, which {name} needs: leave it out"
-                raise Refused(400, message, param=name)
+                request.settings["prompt_logprobs"] = logprobs
+        for name, requires_tokenizer in (("echo", echo), ("logprobs", logprobs is not None)):
+            if requires_tokenizer and self._token_texts is None:
+                message = f"{name} needs a tokenizer, which this model does not have"
+                raise APIError(400, message, param=name)
         if echo:
-            asked.echoes = [self._echo(*each) for each in zip(given, prompts, strict=True)]
-        return asked
+            pairs = zip(prompts, token_ids, strict=True)
+            request.echoes = [self._echo(prompt, tokens) for prompt, tokens in pairs]
+        return request
+
+    def _parse_prompts(self, fields: Fields) -> list[str | list[int]]:
+        value = fields.raw("prompt")
+        expected = "a string, a list of token ids, or a list of these"
+        if value is None:
+            raise APIError(400, f"prompt must be {expected}", param="prompt")
+        prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
+        if not isinstance(prompts, list) or not prompts:
+            raise fields.error("prompt", expected, value)
+        self._limits.check_prompt_count(len(prompts))
+        for prompt in prompts:
+            if not isinstance(prompt, str) and not _is_token_ids(prompt):
+                raise fields.error("prompt", expected, prompt)
+        return prompts
+
+    def _encode(self, prompt: str) -> list[int]:
+        if self._lm.tokenizer is None:
+            message = "the model has no tokenizer: give token ids instead of text"
+            raise APIError(400, message, param="prompt")
+        try:
+            return self._lm.tokenizer.encode(prompt)
+        except (ValueError, TypeError) as error:
+            message = f"the prompt can't be tokenized: {error}"
+            raise APIError(400, message, param="prompt") from None
 
     def _echo(self, prompt: str | list[int], tokens: list[int]) -> Echo:
         try:
             self._lm.check_ids(tokens)
         except ValueError as error:
-            raise Refused(400, str(error), param="prompt") from None
-        return echo_of(self._lm.tokenizer, prompt, tokens)
+            raise APIError(400, str(error), param="prompt") from None
+        return make_echo(self._lm.tokenizer, prompt, tokens)
 
-    def _prompts(self, fields: Fields) -> list[str | list[int]]:
-        value = fields.raw("prompt")
-        wanted = "a text, token ids, or a list of such"
-        if value is None:
-            raise Refused(400, f"prompt must be {wanted}", param="prompt")
-        some = [value] if isinstance(value, str) or _ids(value) else value
-        if not isinstance(some, list) or not some:
-            raise fields.wrong("prompt", wanted, value)
-        self._limits.check_prompts(len(some))
-        for each in some:
-            if not isinstance(each, str) and not _ids(each):
-                raise fields.wrong("prompt", wanted, each)
-        return some
+    def choice(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
+    ) -> dict[str, Any]:
+        return self.chunk(index, text, scored, finish_reason)
 
-    def choice(self, index: int, text: str, scored: Scored | None, reason: str) -> dict[str, Any]:
-        return self.piece(index, text, scored, reason)
-
-    def opening(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
         return None
 
-    def piece(
-        self, index: int, text: str, scored: Scored | None, reason: str | None
+    def chunk(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
     ) -> dict[str, Any]:
         logprobs = None if scored is None else self._logprobs(scored)
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, scored: Scored) -> dict[str, Any]:
-        assert self._texts is not None
+    def _logprobs(self, scored: list[ScoredToken]) -> dict[str, Any]:
         return {
-            "tokens": [self._texts.of(token)[0] for token, _, _ in scored],
-            "token_logprobs": [score and in_json(score.logprob) for _, score, _ in scored],
-            "top_logprobs": [score and self._likeliest(token, score) for token, score, _ in scored],
-            "text_offset": [start for *_, start in scored],
+            "tokens": [self._text(token) for token, _, _ in scored],
+            "token_logprobs": [score and finite(score.logprob) for _, score, _ in scored],
+            "top_logprobs": [
+                score and self._top_logprobs(token, score) for token, score, _ in scored
+            ],
+            "text_offset": [offset for _, _, offset in scored],
         }
 
-    def _likeliest(self, token: int, score: TokenScore) -> dict[str, float | None]:
-        """The likeliest tokens by their texts, and the chosen one among them. Of tokens that read
-        alike the likeliest is reported: the numbers show whether the chosen one is that."""
-        assert self._texts is not None
-        every = [(token, score.logprob), *reversed(score.likeliest)]
-        return {self._texts.of(each)[0]: in_json(logprob) for each, logprob in every}
+    def _top_logprobs(self, token: int, score: TokenScore) -> dict[str, float]:
+        """The likeliest tokens and the chosen one, by their texts.
+
+        Of tokens with the same text, the likeliest one is reported. Its value shows whether it is
+        the chosen token.
+        """
+        # A later entry with the same text replaces an earlier one, so the likeliest comes last.
+        entries = [(token, score.logprob), *reversed(score.likeliest)]
+        return {self._text(each): finite(logprob) for each, logprob in entries}
+
+    def _text(self, token: int) -> str:
+        assert self._token_texts is not None
+        return self._token_texts.lookup(token)[0]
 
 
-def _ids(value: Any) -> bool:
-    """Whether it is a list of token ids."""
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)

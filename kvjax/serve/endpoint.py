@@ -1,100 +1,148 @@
-"""An endpoint that generates: from a body to an answer."""
+"""An endpoint that generates: reads a request, runs it in the engine, and sends the response."""
 
 import asyncio
+from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import StoppedError
-from kvjax.serve.bodies import read_body
-from kvjax.serve.errors import Refused, json_response
-from kvjax.serve.fields import Fields, read_object
-from kvjax.serve.form import Form
-from kvjax.serve.leaving import while_there
-from kvjax.serve.parse_request import Asked, read_common
-from kvjax.serve.response import Answer
-from kvjax.serve.several import check_whole, read_several
-from kvjax.serve.state import Shared
+from kvjax.serve.errors import APIError, json_response
+from kvjax.serve.parse_request import EndpointSchema, GenerationRequest, parse_request
+from kvjax.serve.response import GenerationResponse
+from kvjax.serve.state import ServerState
 
-_EVENTS = [
+_EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+"""The headers of a streamed response."""
 
-_NAMES = {"num_beams": "beam_width", "guide": "response_format"}
-"""Of settings, where clients have others."""
+_FIELD_NAMES = {"num_beams": "beam_width", "guide": "response_format"}
+"""Request fields whose engine settings have another name."""
 
 
-class Endpoint:
-    """An application of ASGI."""
+class GenerationEndpoint:
+    """An ASGI application for ``/v1/completions`` or ``/v1/chat/completions``."""
 
-    def __init__(self, shared: Shared, form: Form) -> None:
-        self._shared, self._form = shared, form
+    def __init__(self, state: ServerState, schema: EndpointSchema) -> None:
+        self._state, self._schema = state, schema
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        shared, settings = self._shared, self._shared.settings
-        request = Request(scope, receive)
-        shared.queue.check(1)
-        body = await read_body(request, settings.max_body, settings.patience)
+        state, settings = self._state, self._state.settings
+        state.queue.check(1)
+        body = await _read_body(Request(scope, receive), settings.max_body, settings.patience)
         if body is None:
             return
-        # A place is for those alone who have said what they want.
-        with shared.queue.place() as place:
-            # Long prompts take their time.
-            asked = await asyncio.to_thread(self._read, body)
-            place.grow(asked.places)
-            await while_there(receive, self._answer(asked, scope, receive, send))
+        # Reserved only now: a client that never sends its body must not take a place.
+        with state.queue.reserve() as reservation:
+            # In a thread, because tokenizing a long prompt takes time.
+            request = await asyncio.to_thread(self._parse, body)
+            reservation.grow(request.num_sequences)
+            await _run_until_disconnect(receive, self._respond(request, scope, receive, send))
 
-    def _read(self, body: bytes) -> Asked:
-        fields = Fields(read_object(body))
-        if fields.text("model") not in (None, name := self._shared.settings.name):
-            message = f"there is no such model here: this server has {name!r}"
-            raise Refused(404, message, param="model", code="model_not_found")
-        asked = self._form.read(fields)
-        read_several(fields, asked, self._shared.limits.most)
-        read_common(fields, self._shared.guides, asked)
-        check_whole(asked)
-        return asked
+    def _parse(self, body: bytes) -> GenerationRequest:
+        state = self._state
+        return parse_request(
+            body,
+            self._schema,
+            model=state.settings.name,
+            max_sequences=state.limits.max_sequences,
+            guides=state.guides,
+        )
 
-    async def _answer(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
-        shared, handles = self._shared, self._submitted(asked, scope["state"]["tenant"])
-        answer = Answer(shared.service, self._form, asked, handles, shared.settings.name)
+    async def _respond(
+        self, request: GenerationRequest, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        state, handles = self._state, self._submit(request, scope["state"]["tenant"])
+        name = state.settings.name
+        response = GenerationResponse(state.service, self._schema, request, handles, name)
         try:
-            if not asked.stream:
-                await json_response(await answer.whole())(scope, receive, send)
+            if not request.stream:
+                await json_response(await response.json())(scope, receive, send)
                 return
-            await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
-            async with aclosing(answer.events()) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+            async with aclosing(response.events()) as events:
                 async for event in events:
-                    await _body(send, event, more=True)
-            await _body(send, b"", more=False)
+                    await _send_body(send, event, more=True)
+            await _send_body(send, b"", more=False)
         finally:
-            shared.handles.difference_update(handles)
+            state.handles.difference_update(handles)
             for handle in handles:
                 if not handle.done:
-                    shared.service.cancel(handle)
-                shared.figures.ended(handle)
+                    state.service.cancel(handle)
+                state.metrics.record(handle)
 
-    def _submitted(self, asked: Asked, tenant: str | None) -> list[Handle]:
-        service, handles = self._shared.service, []
+    def _submit(self, request: GenerationRequest, tenant: str | None) -> list[Handle]:
+        """Submit all samples to the engine, or none of them."""
+        service, handles = self._state.service, []
         try:
-            for prompt, settings in asked.each(tenant):
+            for prompt, settings in request.engine_requests(tenant):
                 handles.append(service.submit(prompt, **settings))
         except (ValueError, StoppedError) as error:
             for handle in handles:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
-                raise Refused(503, "the engine does not run") from None
-            word = str(error).split()[0].rstrip(",:")
-            param = _NAMES.get(word, word if word in asked.settings else None)
-            raise Refused(400, str(error), param=param) from None
-        self._shared.handles.update(handles)
+                raise APIError(503, "the engine is not running") from None
+            # The engine's messages begin with the name of the setting.
+            name = str(error).split()[0].rstrip(",:")
+            param = _FIELD_NAMES.get(name, name if name in request.settings else None)
+            raise APIError(400, str(error), param=param) from None
+        self._state.handles.update(handles)
         return handles
 
 
-async def _body(send: Any, body: bytes, more: bool) -> None:
+async def _send_body(send: Send, body: bytes, more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+async def _read_body(request: Request, max_bytes: int, timeout: float) -> bytes | None:
+    """Read the body of a request; None if the client disconnects.
+
+    Raises:
+      APIError: if the body is too large, or takes longer than ``timeout`` seconds.
+    """
+    too_large = APIError(
+        413, f"the body is larger than {max_bytes} bytes", code="request_too_large"
+    )
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > max_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > max_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise APIError(408, f"the body took longer than {timeout:g} s") from None
+    except ClientDisconnect:
+        return None
+    return bytes(body)
+
+
+async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``, and cancel it if the client disconnects. The body must have been read."""
+    working = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({working, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        disconnected = not working.done()
+        for task in (working, disconnect):
+            task.cancel()
+        await asyncio.wait({working, disconnect})
+    if not disconnected:
+        working.result()
+    elif not working.cancelled():
+        working.exception()  # marks the exception as retrieved; there is no client to report it to
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,4 +1,4 @@
-"""What a server answers instead of a text: OpenAI's errors."""
+"""API errors in OpenAI's format, and JSON responses."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
-"""Of statuses; all others are the request's own fault."""
+"""OpenAI's error type for each HTTP status; every other status is an invalid request."""
 
 
-class Refused(Exception):
-    """A request that is not answered as it wishes.
+class APIError(Exception):
+    """A request that the server rejects or can't complete.
 
-    ``status``: of HTTP; ``param``: the field that it is about; ``code``: a word for programs;
-    ``headers``: of the answer.
+    ``status``: the HTTP status; ``param``: the field that caused the error; ``code``: a
+    machine-readable error code; ``headers``: additional headers of the response.
     """
 
     def __init__(
@@ -37,28 +37,34 @@ class Refused(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
-        kind = _TYPES.get(self.status, "invalid_request_error")
-        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+        """The error as OpenAI's JSON object."""
+        error_type = _TYPES.get(self.status, "invalid_request_error")
+        return {
+            "error": {
+                "message": str(self),
+                "type": error_type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
     def response(self) -> Response:
-        """As an answer."""
+        """The error as an HTTP response."""
         return json_response(self.body(), self.status, self.headers)
 
 
 def to_json(value: Any) -> bytes:
-    """JSON in UTF-8."""
+    """Encode a value as JSON in UTF-8."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    # Some clients end a line of an event at these too.
-    for end in "\x85\u2028\u2029":
-        text = text.replace(end, f"\\u{ord(end):04x}")
-    # What clients sent, and an error repeats, may hold halves of characters.
+    # Some clients also split the lines of a server-sent event at these characters.
+    for separator in "\x85\u2028\u2029":
+        text = text.replace(separator, f"\\u{ord(separator):04x}")
+    # An error message may quote a lone surrogate from the request.
     return text.encode("utf-8", "replace")
 
 
 def json_response(
     value: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer in JSON."""
+    """An HTTP response with a JSON body."""
     return Response(to_json(value), status, headers, "application/json")

@@ -1,115 +1,116 @@
-"""Fields of a request's body, taken one by one, each with its type."""
+"""The fields of a JSON request body, read one by one and checked for their types."""
 
 import json
 import math
 from typing import Any, NoReturn
 
-from kvjax.serve.errors import Refused
+from kvjax.serve.errors import APIError
 
 
-def read_object(raw: bytes) -> dict[str, Any]:
-    """A body that is a JSON object.
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Parse a request body that must be a JSON object.
 
     Raises:
-      Refused: if it is not.
+      APIError: if it is anything else.
     """
 
-    def no_number(word: str) -> NoReturn:
-        raise ValueError(f"{word} is no number")
+    def reject_constant(name: str) -> NoReturn:
+        raise ValueError(f"{name} is not a JSON number")
 
     try:
-        found = json.loads(raw, parse_constant=no_number)
+        value = json.loads(body, parse_constant=reject_constant)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise Refused(400, f"the body must be a JSON object, got {_short(found)}")
-    return found
+        raise APIError(400, f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise APIError(400, f"the body must be a JSON object, got {_short(value)}")
+    return value
 
 
 class Fields:
-    """A JSON object whose fields are taken; what is left at the end is refused. None is as if a
-    field were not there."""
+    """A JSON object whose fields are read one by one.
 
-    def __init__(self, values: dict[str, Any], within: str = "") -> None:
-        self._values, self._within = dict(values), within
+    Reading a field removes it, and ``reject_unknown`` raises for any field left over. A null
+    counts as a missing field. ``prefix``: prepended to field names in errors.
+    """
 
-    def wrong(self, name: str, wanted: str, value: Any) -> Refused:
-        """A field's error."""
-        name = self._within + name
-        return Refused(400, f"{name} must be {wanted}, got {_short(value)}", param=name)
+    def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
+        self._values, self._prefix = dict(values), prefix
+
+    def error(self, name: str, expected: str, value: Any) -> APIError:
+        """The error for a field with a wrong value."""
+        name = self._prefix + name
+        return APIError(400, f"{name} must be {expected}, got {_short(value)}", param=name)
 
     def raw(self, name: str) -> Any:
-        """A field of any type."""
+        """Read a field of any type."""
         return self._values.pop(name, None)
 
     def text(self, name: str) -> str | None:
-        """A text."""
+        """Read a string."""
         value = self.raw(name)
         if value is None or isinstance(value, str):
             return value
-        raise self.wrong(name, "a text", value)
+        raise self.error(name, "a string", value)
 
     def flag(self, name: str, default: bool = False) -> bool:
-        """True or false."""
+        """Read a boolean."""
         value = self.raw(name)
         if value is None or isinstance(value, bool):
             return default if value is None else value
-        raise self.wrong(name, "true or false", value)
+        raise self.error(name, "true or false", value)
 
     def number(self, name: str) -> float | None:
-        """A finite number."""
+        """Read a finite number."""
         value = self.raw(name)
         if value is None or is_number(value):
             return value
-        raise self.wrong(name, "a number", value)
+        raise self.error(name, "a number", value)
 
-    def whole(self, name: str, least: int, most: int | None = None) -> int | None:
-        """A whole number."""
+    def integer(self, name: str, low: int, high: int | None = None) -> int | None:
+        """Read an integer from ``low`` to ``high``; 2.0 counts as 2."""
         value = self.raw(name)
-        wanted = f"a whole number from {least} to {most}" if most is not None else (
-            f"a whole number, at least {least}"
-        )  # fmt: skip
         if value is None:
             return None
-        if not is_number(value) or value != int(value) or value < least:
-            raise self.wrong(name, wanted, value)
-        if most is not None and value > most:
-            raise self.wrong(name, wanted, value)
+        expected = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+        if not is_number(value) or value != int(value) or value < low:
+            raise self.error(name, expected, value)
+        if high is not None and value > high:
+            raise self.error(name, expected, value)
         return int(value)
 
-    def inner(self, name: str) -> "Fields | None":
-        """An object."""
+    def object(self, name: str) -> "Fields | None":
+        """Read a nested object."""
         value = self.raw(name)
         if value is None:
             return None
         if not isinstance(value, dict):
-            raise self.wrong(name, "an object", value)
-        return Fields(value, f"{self._within}{name}.")
+            raise self.error(name, "an object", value)
+        return Fields(value, f"{self._prefix}{name}.")
 
-    def drop(self, *names: str) -> None:
-        """Fields that change no result."""
+    def ignore(self, *names: str) -> None:
+        """Drop fields that do not affect the result."""
         for name in names:
             self._values.pop(name, None)
 
-    def neutral(self, name: str, *values: Any) -> None:
-        """A field of which only such values are done, with which it changes nothing."""
+    def unsupported(self, name: str, *neutral: Any) -> None:
+        """Reject an unsupported field, unless it has one of the values that request nothing."""
         value = self.raw(name)
-        if value is not None and not any(value == x and type(value) is type(x) for x in values):
-            name = self._within + name
+        if value is not None and not any(value == x and type(value) is type(x) for x in neutral):
+            name = self._prefix + name
             message = f"{name} is not supported by this server: leave it out"
-            raise Refused(400, message, param=name, code="unsupported_parameter")
+            raise APIError(400, message, param=name, code="unsupported_parameter")
 
-    def end(self) -> None:
-        """Refuse what is left."""
+    def reject_unknown(self) -> None:
+        """Raise ``APIError`` if any field was not read."""
         for name, value in self._values.items():
             if value is not None:
-                name = self._within + name
-                message = f"{name[:80]!r} is no field that this server knows"
-                raise Refused(400, message, param=name[:80], code="unknown_parameter")
+                name = self._prefix + name
+                message = f"unknown field {name[:80]!r}"
+                raise APIError(400, message, param=name[:80], code="unknown_parameter")
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, and no truth value."""
+    """Whether a JSON value is a finite number; booleans are not."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -119,6 +120,7 @@ def is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    return f"{value!r:.60}" if isinstance(value, str | int | float | None) else (
-        "a list" if isinstance(value, list) else "an object"
-    )  # fmt: skip
+    """A value for an error message, at most 60 characters."""
+    if isinstance(value, str | int | float | None):
+        return f"{value!r:.60}"
+    return "a list" if isinstance(value, list) else "an object"

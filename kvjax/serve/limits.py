@@ -1,68 +1,114 @@
-"""How long texts may be, and how many."""
+"""How long sequences may be, and how many the server accepts at once."""
 
 from typing import Any
 
 from kvjax.policies.model_config import new_tokens_for, positions_needed
-from kvjax.serve.errors import Refused
+from kvjax.serve.errors import APIError
+
+RETRY_AFTER = 1
+"""The ``Retry-After`` header of a rejected request, in seconds."""
 
 
 class Limits:
-    """``longest``: positions of a prompt and its new text together; ``most``: choices at once."""
+    """The limits on one request.
 
-    def __init__(self, lm: Any, terms: Any, most: int) -> None:
-        self._lm, self.most = lm, most
-        self.longest = _longest(terms)
+    ``max_len``: positions for a prompt and its new tokens; ``max_sequences``: samples or beams,
+    over all prompts.
+    """
 
-    def encoded(self, text: str) -> list[int]:
-        """A prompt's tokens.
+    def __init__(self, terms: Any, max_sequences: int) -> None:
+        self.max_len, self.max_sequences = _longest_sequence(terms), max_sequences
 
-        Raises:
-          Refused: if there is no tokenizer, or the text is none.
-        """
-        if self._lm.tokenizer is None:
-            message = "the model has no tokenizer: give token ids instead of text"
-            raise Refused(400, message, param="prompt")
-        try:
-            return self._lm.tokenizer.encode(text)
-        except (ValueError, TypeError) as error:
-            raise Refused(400, f"prompt is no text: {error}", param="prompt") from None
+    def check_prompt_count(self, count: int) -> None:
+        """Raise ``APIError`` if there are more prompts than sequences."""
+        if count > self.max_sequences:
+            message = f"prompt has {count} prompts; this server accepts {self.max_sequences}"
+            raise APIError(400, message, param="prompt")
 
-    def check_prompts(self, count: int) -> None:
-        """Raise ``Refused`` for more prompts than can be taken."""
-        if count > self.most:
-            message = f"prompt has {count} prompts: this server takes {self.most} at once"
-            raise Refused(400, message, param="prompt")
-
-    def new_tokens(self, prompts: list[list[int]], wanted: int | None, default: int | None) -> int:
-        """How many new tokens each prompt may have: as many as are wanted, or by default so many,
-        or as there is room for.
+    def max_new_tokens(
+        self, prompts: list[list[int]], requested: int | None, default: int | None
+    ) -> int:
+        """The number of new tokens for each prompt: as requested, else ``default``, else as many
+        as fit.
 
         Raises:
-          Refused: if there is no room for them.
+          APIError: if they do not fit.
         """
-        most = max(map(len, prompts))
-        room = new_tokens_for(self.longest, most)
-        limit = min(room, default or room) if wanted is None else wanted
-        if limit < 1 or limit > room:
-            need = positions_needed(most, limit)
-            new = f" and {limit} new ones need {need} positions" if limit > 0 else ""
-            raise Refused(
-                400, f"{most} tokens of prompt{new}: this server has room for {self.longest}",
-                param="prompt", code="context_length_exceeded",
-            )  # fmt: skip
+        longest = max(map(len, prompts))
+        available = new_tokens_for(self.max_len, longest)
+        limit = min(available, default or available) if requested is None else requested
+        if limit < 1 or limit > available:
+            needed = positions_needed(longest, limit)
+            new = f" and {limit} new tokens need {needed} positions" if limit > 0 else ""
+            message = f"{longest} prompt tokens{new}; this server has room for {self.max_len}"
+            raise APIError(400, message, param="prompt", code="context_length_exceeded")
         return limit
 
 
-def _longest(terms: Any) -> int:
-    """Tokens of the longest text that an engine has positions and pages for."""
+def _longest_sequence(terms: Any) -> int:
+    """The longest sequence that fits an engine's positions and pools, in tokens."""
 
     def fits(tokens: int) -> bool:
         return all(
             kind.max_pages(tokens) <= (kind.page_group.layout.pool or 0) for kind in terms.groups
         )
 
-    least, most = 0, terms.max_len
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least
+    low, high = 0, terms.max_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+class RequestQueue:
+    """Counts the sequences that run or wait, up to ``capacity``."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.in_use = capacity, 0
+
+    def check(self, count: int) -> None:
+        """Raise ``APIError`` if the queue can't take ``count`` more sequences now."""
+        if self.in_use + count > self.capacity:
+            raise APIError(
+                429,
+                f"the queue is full ({self.capacity} sequences): try again later",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER)},
+            )
+
+    def reserve(self) -> "Reservation":
+        """Reserve a place for one sequence of a new request.
+
+        Raises:
+          APIError: if the queue is full.
+        """
+        return Reservation(self)
+
+
+class Reservation:
+    """The places that one request takes in the queue, until its context ends."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue, self._count = queue, 0
+        self.grow(1)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.in_use -= self._count
+        self._count = 0
+
+    def grow(self, count: int) -> None:
+        """Reserve ``count`` places in total.
+
+        Raises:
+          APIError: if that is more than the queue can ever take, or takes now.
+        """
+        capacity, more = self._queue.capacity, count - self._count
+        if count > capacity:
+            message = f"the request needs {count} sequences; this server accepts {capacity}"
+            raise APIError(400, message)
+        self._queue.check(more)
+        self._queue.in_use += more
+        self._count = count

@@ -1,4 +1,4 @@
-"""What a server has done and has, for Prometheus, and for its page."""
+"""Metrics for Prometheus, and the figures for the web page."""
 
 import time
 from collections import deque
@@ -13,89 +13,98 @@ from prometheus_client.registry import Collector
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
 
-_FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_WHOLE = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
+_REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _COUNTERS = {
-    "prefix_cache_queries": ("prompt_tokens", "Tokens of prompts that were looked for."),
-    "prefix_cache_hits": ("cached_tokens", "Tokens of prompts that others had computed."),
-    "prefill_tokens": ("prefill_tokens", "Tokens of prompts that were computed."),
-    "generation_tokens": ("new_tokens", "Tokens that were chosen."),
-    "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens that were drafted."),
-    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens that were accepted."),
-    "num_preemptions": ("preemptions", "Requests that gave their memory to others."),
+    "prefix_cache_queries": ("prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("cached_tokens", "Prompt tokens found in the prefix cache."),
+    "prefill_tokens": ("prefill_tokens", "Prompt tokens computed."),
+    "generation_tokens": ("new_tokens", "Tokens generated."),
+    "spec_decode_num_draft_tokens": ("drafted_tokens", "Tokens drafted."),
+    "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens accepted."),
+    "num_preemptions": ("preemptions", "Preemptions of running requests."),
 }
-"""By the name of a metric: of ``EngineStats``, and what it is."""
+"""For each counter: the field of ``EngineStats`` it reads, and its description."""
 
 
-class Figures(Collector):
-    """Metrics by the names that vLLM has for them, and ``stats`` for the page."""
+class Metrics(Collector):
+    """Metrics under vLLM's names, and ``stats`` for the web page."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._moments: deque[tuple[float, int]] = deque(maxlen=6)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
-
-        def histogram(name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(name, what, buckets=buckets, registry=self._registry)
-
-        self._first = histogram(
-            "time_to_first_token_seconds", "From a request to its first token.", _FIRST
+        self._samples: deque[tuple[float, int]] = deque(maxlen=6)
+        self._registry = registry = CollectorRegistry()
+        registry.register(self)
+        self._first_token = Histogram(
+            "time_to_first_token_seconds",
+            "Time from a request to its first token.",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=registry,
         )
-        self._between = histogram(
-            "inter_token_latency_seconds", "Between a request's tokens, its mean for each.",
-            _BETWEEN,
-        )  # fmt: skip
-        self._whole = histogram("e2e_request_latency_seconds", "From a request to its end.", _WHOLE)
-        self._ended = Counter(
+        self._token = Histogram(
+            "inter_token_latency_seconds",
+            "Time between tokens; each token counts with the mean of its sequence.",
+            buckets=_TOKEN_BUCKETS,
+            registry=registry,
+        )
+        self._request = Histogram(
+            "e2e_request_latency_seconds",
+            "Time from a request to its end.",
+            buckets=_REQUEST_BUCKETS,
+            registry=registry,
+        )
+        self._finished = Counter(
             "request_success",
-            "Choices by how they ended.",
+            "Finished sequences, by the reason for the end.",
             ["finished_reason"],
-            registry=self._registry,
+            registry=registry,
         )
 
-    def ended(self, handle: Handle) -> None:
-        """Count a choice that has ended, or was given up."""
+    def record(self, handle: Handle) -> None:
+        """Count a sequence that has finished or was cancelled."""
         times, count = handle.times, len(handle.drawn)
-        self._ended.labels(handle.reason or "cancelled").inc()
+        self._finished.labels(handle.reason or "cancelled").inc()
         if times.first_token is None or times.newest_token is None:
             return
-        self._first.observe(times.first_token - times.submitted)
+        self._first_token.observe(times.first_token - times.submitted)
         for _ in range(count - 1):
-            self._between.observe((times.newest_token - times.first_token) / (count - 1))
+            self._token.observe((times.newest_token - times.first_token) / (count - 1))
         if times.finished is not None:
-            self._whole.observe(times.finished - times.submitted)
+            self._request.observe(times.finished - times.submitted)
 
     def sample(self) -> None:
-        """Remember how far it is; once a second."""
-        self._moments.append((time.monotonic(), self._engine.stats().new_tokens))
+        """Sample the token count; called once a second."""
+        self._samples.append((time.monotonic(), self._engine.stats().new_tokens))
 
     def stats(self) -> dict[str, Any]:
-        """What the page draws."""
+        """The figures that the web page draws."""
         stats = self._engine.stats()
-        more = {"cached": stats.cached, "usage": stats.usage, "tokens_per_second": self._speed()}
-        return asdict(stats) | more
+        return asdict(stats) | {
+            "cached": stats.cached,
+            "usage": stats.usage,
+            "tokens_per_second": self._tokens_per_second(),
+        }
 
-    def text(self) -> bytes:
-        """What Prometheus reads."""
+    def exposition(self) -> bytes:
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Of Prometheus' client: what is read off the engine."""
+        """The metrics read from the engine; the Prometheus client calls this."""
         stats = self._engine.stats()
-        for name, value, what in (
-            ("num_requests_running", stats.running, "Choices that have a row."),
-            ("num_requests_waiting", stats.waiting, "Choices without a row."),
-            ("kv_cache_usage_perc", stats.usage, "The part of its pages that rows have, 0 to 1."),
+        for name, value, description in (
+            ("num_requests_running", stats.running, "Sequences that have a row of the batch."),
+            ("num_requests_waiting", stats.waiting, "Sequences that wait for a row."),
+            ("kv_cache_usage_perc", stats.usage, "Fraction of the cache's pages in use, 0 to 1."),
         ):
-            yield GaugeMetricFamily(name, what, value=value)
-        for name, (field, what) in _COUNTERS.items():
-            yield CounterMetricFamily(name, what, value=getattr(stats, field))
+            yield GaugeMetricFamily(name, description, value=value)
+        for name, (field, description) in _COUNTERS.items():
+            yield CounterMetricFamily(name, description, value=getattr(stats, field))
 
-    def _speed(self) -> float:
-        """New tokens a second, of the last few seconds."""
-        if len(self._moments) < 2:
+    def _tokens_per_second(self) -> float:
+        """New tokens per second, over the last few samples."""
+        if len(self._samples) < 2:
             return 0.0
-        (start, before), (end, after) = self._moments[0], self._moments[-1]
+        (start, before), (end, after) = self._samples[0], self._samples[-1]
         return max(after - before, 0) / max(end - start, 1e-6)

@@ -1,182 +1,320 @@
-"""What a request asks for, apart from its prompts: fields that all endpoints have in common."""
+"""Parses the body of a request."""
 
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
-from kvjax.serve.echoes import Echo
-from kvjax.serve.errors import Refused
-from kvjax.serve.fields import Fields, is_number
+from kvjax.serve.errors import APIError
+from kvjax.serve.fields import Fields, is_number, parse_object
+from kvjax.serve.logprobs import Echo, ScoredToken
 
-MOST_STOPS, LONGEST_STOP = 16, 256
-"""Stop strings of a request, and characters of each: all are looked for behind every token."""
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
+"""Stop strings of a request, and characters of each; all are searched for after every token."""
 _SEEDS = 2**64
-_UNUSED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+_IGNORED = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
     "prompt_cache_retention",
-)  # fmt: skip
-"""Fields that change no text."""
+)
+"""Fields that do not affect the generated text."""
+
+MakeGuide = Callable[[Guides], Guide]
 
 
 @dataclass(kw_only=True)
-class Asked:
-    """A request that was read.
+class GenerationRequest:
+    """A parsed request.
 
-    ``prompts``: token ids; ``n``: choices of each that are given back, the best of ``samples``, or
-    of a search of so many ``beams``, which is one sample; ``limit``: new tokens; ``settings``: of
-    all; ``seed``: of the first sample of each prompt, the others go on from it; ``guides``: of each
-    sample; ``stream``, ``usage``: whether it is answered piece by piece, and usage at its end;
-    ``told``: whether log-probabilities are; ``echoes``: of each prompt, which its choices begin
-    with; none where they do not. Of a ``limit`` of 0 nothing but these is given back.
+    ``prompts``: token ids. ``max_tokens``: new tokens of each choice; 0 returns the echoed prompt
+    alone. ``n``: choices per prompt. ``samples``: sequences drawn per prompt, from which the best
+    ``n`` are returned. ``beam_width``: beams of each sample; 1 for no beam search. ``seed``: of
+    the first sample of each prompt; the following samples count up from it. ``settings``: engine
+    settings that all samples share. ``guides``: the grammar constraint of each sample. ``stream``:
+    whether to send server-sent events; ``include_usage``: whether the last event has the usage.
+    ``logprobs``: whether to return log-probabilities. ``echoes``: the prompts to repeat in the
+    choices, empty for none.
     """
 
     prompts: list[list[int]]
-    limit: int
+    max_tokens: int
     n: int = 1
     samples: int = 1
-    beams: int = 1
+    beam_width: int = 1
     seed: int = 0
     settings: RequestParams = field(default_factory=RequestParams)
     guides: list[Guide | None] = field(default_factory=list)
     stream: bool = False
-    usage: bool = False
-    told: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
     echoes: list[Echo] = field(default_factory=list)
 
     @property
-    def places(self) -> int:
+    def num_sequences(self) -> int:
         """Samples and beams of all prompts."""
-        return self.samples * self.beams * len(self.prompts)
+        return self.samples * self.beam_width * len(self.prompts)
 
-    def each(self, tenant: str | None) -> list[tuple[list[int], RequestParams]]:
-        """Each sample's prompt and settings; ``tenant``: whose prefixes they share."""
-        found = []
-        for at in range(self.samples * len(self.prompts)):
-            mine: RequestParams = {
-                **self.settings, "max_new_tokens": max(self.limit, 1),
-                "seed": (self.seed + at % self.samples) % _SEEDS, "guide": self.guides[at],
+    def engine_requests(self, tenant: str | None) -> list[tuple[list[int], RequestParams]]:
+        """The prompt and the engine settings of each sample.
+
+        ``tenant``: only requests of the same tenant share cached prefixes.
+        """
+        requests = []
+        for index in range(self.samples * len(self.prompts)):
+            settings: RequestParams = {
+                **self.settings,
+                "max_new_tokens": max(self.max_tokens, 1),
+                "seed": (self.seed + index % self.samples) % _SEEDS,
+                "guide": self.guides[index],
                 "tenant": tenant,
-            }  # fmt: skip
-            found.append((self.prompts[at // self.samples], mine))
-        return found
+            }
+            requests.append((self.prompts[index // self.samples], settings))
+        return requests
 
 
-def read_common(fields: Fields, guides: Callable[[], Guides], asked: Asked) -> None:
-    """Take the fields that all endpoints have, and refuse those that none has; how many texts there
-    are is known by now.
+class EndpointSchema(Protocol):
+    """What one endpoint defines: the fields of its requests, and the form of its choices.
+
+    ``id_prefix``: of response ids. ``response_type``, ``chunk_type``: the ``object`` field of a
+    response and of a streamed chunk.
+    """
+
+    id_prefix: str
+    response_type: str
+    chunk_type: str
+
+    def parse(self, fields: Fields) -> GenerationRequest:
+        """Read the fields that only this endpoint has."""
+        ...
+
+    def choice(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
+    ) -> dict[str, Any]:
+        """A finished choice; ``scored``: its tokens, if log-probabilities were requested."""
+        ...
+
+    def first_chunk(self, index: int) -> dict[str, Any] | None:
+        """What a stream sends before the text of a choice, if anything."""
+        ...
+
+    def chunk(
+        self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
+    ) -> dict[str, Any]:
+        """A chunk of a choice; ``finish_reason``: None if more chunks follow."""
+        ...
+
+
+def parse_request(
+    body: bytes,
+    schema: EndpointSchema,
+    *,
+    model: str,
+    max_sequences: int,
+    guides: Callable[[], Guides],
+) -> GenerationRequest:
+    """Parse the body of a request.
+
+    Args:
+      schema: parses the endpoint's own fields.
+      model: the name of the served model.
+      max_sequences: the limit on samples or beams, over all prompts.
+      guides: returns the grammar compiler; called only if the request has a grammar.
 
     Raises:
-      Refused: naming the field.
+      APIError: with the field that is wrong.
     """
-    fields.drop(*_UNUSED)
-    seed = fields.whole("seed", -(2**63), _SEEDS - 1)
-    asked.seed = secrets.randbits(64) if seed is None else seed % _SEEDS
-    asked.stream = fields.flag("stream")
-    options = fields.inner("stream_options")
-    if options is not None:
-        if not asked.stream:
-            raise Refused(400, "stream_options is for stream: true", param="stream_options")
-        asked.usage = options.flag("include_usage")
-        options.drop("include_obfuscation")
-        options.end()
-    asked.told = "logprobs" in asked.settings
-    if asked.samples > asked.n:
-        asked.settings.setdefault("logprobs", 0)
-    settings, temperature = asked.settings, fields.number("temperature")
-    default = 1.0 if asked.beams == 1 else 0.0
+    fields = Fields(parse_object(body))
+    if fields.text("model") not in (None, model):
+        message = f"no such model: this server has {model!r}"
+        raise APIError(404, message, param="model", code="model_not_found")
+    request = schema.parse(fields)
+    _parse_counts(fields, request, max_sequences)
+    _parse_stream(fields, request)
+    _parse_sampling(fields, request)
+    constraint = _parse_constraint(fields)
+    ends_late = request.settings.get("min_new_tokens") or "eos_token_ids" in request.settings
+    if constraint is not None and ends_late:
+        name = constraint[0]
+        message = f"{name} can't be combined with min_tokens or ignore_eos"
+        raise APIError(400, message, param=name)
+    fields.reject_unknown()
+    request.guides = _make_guides(constraint, request.samples * len(request.prompts), guides)
+    if request.stream and (request.samples > request.n or request.beam_width > 1):
+        name = "best_of" if request.beam_width == 1 else "use_beam_search"
+        message = f"{name} can't be streamed: the best texts are known only at the end"
+        raise APIError(400, message, param=name)
+    return request
+
+
+def _parse_counts(fields: Fields, request: GenerationRequest, max_sequences: int) -> None:
+    """Read the number of choices, of samples to choose them from, and the beam search."""
+    request.n = fields.integer("n", 1) or 1
+    best_of = fields.integer("best_of", 1)
+    if best_of is not None and best_of < request.n:
+        message = f"best_of is {best_of}, but must be at least n, which is {request.n}"
+        raise APIError(400, message, param="best_of")
+    name, count = ("n", request.n) if best_of in (None, request.n) else ("best_of", best_of)
+    beam_width, length_penalty = fields.integer("beam_width", 1), fields.number("length_penalty")
+    early_stopping = fields.raw("early_stopping")
+    if fields.flag("use_beam_search"):
+        if beam_width is None:
+            request.beam_width = count
+        else:
+            name, request.beam_width = "beam_width", beam_width
+        _set_beam_search(request, length_penalty, early_stopping)
+    else:
+        defaults = (
+            ("beam_width", beam_width, 1),
+            ("length_penalty", length_penalty, 1),
+            ("early_stopping", early_stopping, 0),
+        )
+        for option, value, default in defaults:
+            if value not in (None, default):
+                raise APIError(400, f"{option} needs use_beam_search: true", param=option)
+        request.samples = count
+    if request.num_sequences > max_sequences:
+        message = (
+            f"{name} makes {request.num_sequences} sequences; this server accepts {max_sequences}"
+        )
+        raise APIError(400, message, param=name)
+
+
+def _set_beam_search(
+    request: GenerationRequest, length_penalty: float | None, early_stopping: Any
+) -> None:
+    least = max(request.n, 2)
+    if request.beam_width < least:
+        message = f"a beam search with n={request.n} needs a beam_width of at least {least}"
+        raise APIError(400, message, param="beam_width")
+    request.settings["num_beams"], request.settings["n"] = request.beam_width, request.n
+    request.settings["length_penalty"] = 1.0 if length_penalty is None else length_penalty
+    request.settings["early_stopping"] = False if early_stopping is None else early_stopping
+
+
+def _parse_stream(fields: Fields, request: GenerationRequest) -> None:
+    request.stream = fields.flag("stream")
+    options = fields.object("stream_options")
+    if options is None:
+        return
+    if not request.stream:
+        raise APIError(400, "stream_options needs stream: true", param="stream_options")
+    request.include_usage = options.flag("include_usage")
+    options.ignore("include_obfuscation")
+    options.reject_unknown()
+
+
+def _parse_sampling(fields: Fields, request: GenerationRequest) -> None:
+    """Read the sampling parameters, which all endpoints share."""
+    fields.ignore(*_IGNORED)
+    seed = fields.integer("seed", -(2**63), _SEEDS - 1)
+    request.seed = secrets.randbits(64) if seed is None else seed % _SEEDS
+    settings = request.settings
+    request.logprobs = "logprobs" in settings
+    if request.samples > request.n:
+        settings.setdefault("logprobs", 0)  # choosing the best samples needs their scores
+    temperature = fields.number("temperature")
+    default = 1.0 if request.beam_width == 1 else 0.0
     settings["temperature"] = default if temperature is None else temperature
-    top_k = fields.whole("top_k", -1)
+    top_k = fields.integer("top_k", -1)
     settings["top_k"] = top_k if top_k is not None and top_k > 0 else None
-    settings["top_p"], settings["min_p"] = fields.number("top_p"), fields.number("min_p")
+    settings["top_p"] = fields.number("top_p")
+    settings["min_p"] = fields.number("min_p")
     settings["typical_p"] = fields.number("typical_p")
     settings["repetition_penalty"] = fields.number("repetition_penalty")
     settings["frequency_penalty"] = fields.number("frequency_penalty")
     settings["presence_penalty"] = fields.number("presence_penalty")
-    settings["no_repeat_ngram_size"] = fields.whole("no_repeat_ngram_size", 0)
-    settings["logit_bias"] = _bias(fields)
-    drafted = fields.flag("draft", True)
-    settings["draft"] = "lookup" if fields.flag("lookup") else "engine" if drafted else None
-    settings["stop"] = _stops(fields)
-    least = fields.whole("min_tokens", 0, asked.limit) or 0
-    endless = fields.flag("ignore_eos")
-    settings["min_new_tokens"] = least
-    if endless:
+    settings["no_repeat_ngram_size"] = fields.integer("no_repeat_ngram_size", 0)
+    settings["logit_bias"] = _parse_logit_bias(fields)
+    engine_draft = fields.flag("draft", True)
+    settings["draft"] = "lookup" if fields.flag("lookup") else "engine" if engine_draft else None
+    settings["stop"] = _parse_stop(fields)
+    settings["min_new_tokens"] = fields.integer("min_tokens", 0, request.max_tokens) or 0
+    if fields.flag("ignore_eos"):
         settings["eos_token_ids"] = ()
-    kind, grammar = _grammar(fields)
-    if kind is not None and (least or endless):
-        raise Refused(400, f"min_tokens and ignore_eos can't stand beside {kind}", param=kind)
-    fields.end()
-    asked.guides = [None] * (asked.samples * len(asked.prompts))
-    if kind is not None:
-        try:
-            asked.guides = [grammar(guides()) for _ in asked.guides]
-        except ValueError as error:
-            raise Refused(400, f"{kind}: {error}", param=kind) from None
 
 
-def _stops(fields: Fields) -> list[str]:
+def _parse_stop(fields: Fields) -> list[str]:
     value = fields.raw("stop")
     stops = [value] if isinstance(value, str) else [] if value is None else value
-    texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
-    if not texts or len(stops) > MOST_STOPS or any(len(stop) > LONGEST_STOP for stop in stops):
-        wanted = f"a text, or up to {MOST_STOPS} of them, each of 1 to {LONGEST_STOP} characters"
-        raise fields.wrong("stop", wanted, value)
+    strings = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    if not strings or len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
+        expected = f"up to {MAX_STOPS} strings of 1 to {MAX_STOP_LENGTH} characters"
+        raise fields.error("stop", expected, value)
     return stops
 
 
-def _bias(fields: Fields) -> dict[int, float]:
+def _parse_logit_bias(fields: Fields) -> dict[int, float]:
     value = fields.raw("logit_bias")
-    wanted = "an object of token ids, and numbers from -100 to 100"
+    expected = "an object of token ids and numbers from -100 to 100"
     if not isinstance(value, dict | None):
-        raise fields.wrong("logit_bias", wanted, value)
+        raise fields.error("logit_bias", expected, value)
     for token, bias in (value or {}).items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10):
-            raise fields.wrong("logit_bias", wanted, token)
+            raise fields.error("logit_bias", expected, token)
         if not is_number(bias) or abs(bias) > 100:
-            raise fields.wrong("logit_bias", wanted, bias)
+            raise fields.error("logit_bias", expected, bias)
     return {int(token): float(bias) for token, bias in (value or {}).items()}
 
 
-def _grammar(fields: Fields) -> tuple[str | None, Callable[[Guides], Guide]]:
-    """What a text must keep to: the field that says so, None for nothing, and how a guide is
-    made."""
-    form, other = fields.inner("response_format"), fields.inner("structured_outputs")
-    found: tuple[str | None, Any] = (None, None)
-    if form is not None:
-        found = "response_format", _of_format(form)
-    if other is not None:
-        ways: dict[str, Any] = {
-            "json": Guides.json_schema, "regex": Guides.regex, "grammar": Guides.grammar,
-            "choice": Guides.choices,
-        }  # fmt: skip
-        given = {name: value for name in ways if (value := other.raw(name)) is not None}
-        other.end()
-        if found[1] is not None or len(given) != 1:
-            message = f"structured_outputs must have one of {', '.join(ways)}, and stand alone"
-            raise Refused(400, message, param="structured_outputs")
-        ((name, value),) = given.items()
-        if not isinstance(value, {"json": dict | str, "choice": list}.get(name, str)):
-            raise Refused(400, f"structured_outputs.{name} has a wrong type", param=name)
-        found = "structured_outputs", lambda guides: ways[name](guides, value)
-    return found if found[1] is not None else (None, Guides.json)
+def _parse_constraint(fields: Fields) -> tuple[str, MakeGuide] | None:
+    """The field that constrains the text to a grammar, and how to make its guide."""
+    response_format = fields.object("response_format")
+    structured_outputs = fields.object("structured_outputs")
+    make_guide = None if response_format is None else _parse_response_format(response_format)
+    if structured_outputs is None:
+        return None if make_guide is None else ("response_format", make_guide)
+    makers: dict[str, Callable[[Guides, Any], Guide]] = {
+        "json": Guides.json_schema,
+        "regex": Guides.regex,
+        "grammar": Guides.grammar,
+        "choice": Guides.choices,
+    }
+    values = {name: x for name in makers if (x := structured_outputs.raw(name)) is not None}
+    structured_outputs.reject_unknown()
+    if make_guide is not None or len(values) != 1:
+        message = (
+            f"structured_outputs must have exactly one of {', '.join(makers)}, and can't be "
+            "combined with response_format"
+        )
+        raise APIError(400, message, param="structured_outputs")
+    ((name, value),) = values.items()
+    if not isinstance(value, {"json": dict | str, "choice": list}.get(name, str)):
+        raise APIError(400, f"structured_outputs.{name} has a wrong type", param=name)
+    return "structured_outputs", lambda guides: makers[name](guides, value)
 
 
-def _of_format(form: Fields) -> Any:
-    """How ``response_format`` makes a guide; None where it makes none."""
-    kind = form.text("type")
+def _parse_response_format(fields: Fields) -> MakeGuide | None:
+    """How to make the guide of a ``response_format``; None for plain text."""
+    kind = fields.text("type")
     if kind not in ("text", "json_object", "json_schema"):
-        raise form.wrong("type", "text, json_object or json_schema", kind)
-    inner = form.inner("json_schema") if kind == "json_schema" else None
-    form.end()
+        raise fields.error("type", "text, json_object or json_schema", kind)
+    json_schema = fields.object("json_schema") if kind == "json_schema" else None
+    fields.reject_unknown()
     if kind != "json_schema":
         return Guides.json if kind == "json_object" else None
-    schema = None if inner is None else inner.raw("schema")
-    if inner is None or not isinstance(schema, dict):
-        raise form.wrong("json_schema", "an object with a schema", schema)
-    inner.drop("name", "description", "strict")
-    inner.end()
+    schema = None if json_schema is None else json_schema.raw("schema")
+    if json_schema is None or not isinstance(schema, dict):
+        raise fields.error("json_schema", "an object with a schema", schema)
+    json_schema.ignore("name", "description", "strict")
+    json_schema.reject_unknown()
     return lambda guides: guides.json_schema(schema)
+
+
+def _make_guides(
+    constraint: tuple[str, MakeGuide] | None, count: int, guides: Callable[[], Guides]
+) -> list[Guide | None]:
+    """A guide for each sample."""
+    if constraint is None:
+        return [None] * count
+    name, make_guide = constraint
+    try:
+        return [make_guide(guides()) for _ in range(count)]
+    except ValueError as error:
+        raise APIError(400, f"{name}: {error}", param=name) from None

@@ -1,4 +1,4 @@
-"""A server as it runs: from its first request to an end that loses none."""
+"""The HTTP server: sockets, client timeouts, and shutdown."""
 
 import asyncio
 import contextlib
@@ -8,29 +8,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.service import Service
 from kvjax.serve.app import make_app
-from kvjax.serve.protocol import Patient
-from kvjax.serve.settings import Settings
-from kvjax.serve.state import Shared
+from kvjax.serve.state import ServerSettings, ServerState
 
-_TICK = 0.05
-_FLUSH = 5
-"""Seconds that what was written may take to be read at the end."""
-_KEEP_ALIVE = 30
+_POLL_SECONDS = 0.05
+_FLUSH_SECONDS = 5
+"""How long clients may take to read the rest of their responses at shutdown."""
+_KEEP_ALIVE_SECONDS = 30
 
 
 class Server:
-    """An engine behind HTTP.
+    """An engine that answers requests over HTTP.
 
-    ``shared``: what its endpoints have in common, once it runs.
+    ``state``: what the requests share; set once the server runs.
     """
 
-    shared: Shared
+    state: ServerState
 
-    def __init__(self, engine: Engine, lm: Any, settings: Settings) -> None:
+    def __init__(self, engine: Engine, lm: Any, settings: ServerSettings) -> None:
         self._engine, self._lm, self._settings = engine, lm, settings
         self._stop = asyncio.Event()
 
@@ -39,72 +39,81 @@ class Server:
         listener: socket.socket,
         ready: Callable[[], None] = lambda: None,
         signals: Sequence[int] = (),
-        again: Callable[[], None] = lambda: None,
+        on_second_signal: Callable[[], None] = lambda: None,
     ) -> None:
-        """Serve at a socket that is bound, until ``stop``.
+        """Serve on a bound socket until ``stop`` is called.
 
         Args:
-          ready: called once requests can come.
-          signals: that stop it; ``again`` is called at the second.
+          ready: called once the server accepts requests.
+          signals: signals that stop the server.
+          on_second_signal: called if another of these signals arrives during shutdown.
 
         Raises:
           RuntimeError: if the engine fails.
         """
 
-        def signalled() -> None:
-            again() if self._stop.is_set() else self.stop()
+        def on_signal() -> None:
+            on_second_signal() if self._stop.is_set() else self.stop()
 
         loop = asyncio.get_running_loop()
         async with Service(self._engine) as service:
-            self.shared = Shared(self._lm, service, self._settings)
-            http = _Http(self._config(make_app(self.shared)), ready)
-            for each in signals:
-                loop.add_signal_handler(each, signalled)
-            watching = asyncio.create_task(self._watch(http))
+            self.state = ServerState(self._lm, service, self._settings)
+            http = _HttpServer(self._config(make_app(self.state)), ready)
+            for number in signals:
+                loop.add_signal_handler(number, on_signal)
+            watcher = asyncio.create_task(self._watch(http))
             try:
                 await http.serve(sockets=[listener])
             finally:
-                watching.cancel()
-                await asyncio.wait([watching])
-                for each in signals:
-                    loop.remove_signal_handler(each)
+                watcher.cancel()
+                await asyncio.wait([watcher])
+                for number in signals:
+                    loop.remove_signal_handler(number)
             if service.error is not None:
                 raise RuntimeError(f"the engine failed: {service.error!r}") from service.error
 
     def stop(self) -> None:
-        """Come to an end, in the thread of the event loop: those who come now are refused, and
-        those who were accepted are answered, as far as the grace time goes."""
+        """Shut down; call this in the thread of the event loop.
+
+        New requests are rejected. Accepted requests have the grace period to finish.
+        """
         self._stop.set()
 
-    def _config(self, app: Any) -> uvicorn.Config:
-        settings = self._settings
-        protocol: Any = functools.partial(Patient, patience=settings.patience)
+    def _config(self, app: ASGIApp) -> uvicorn.Config:
+        protocol: Any = functools.partial(TimeoutProtocol, patience=self._settings.patience)
         return uvicorn.Config(
-            app, http=protocol, ws="none", lifespan="off", log_config=None, access_log=False,
-            proxy_headers=False, server_header=False, timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=_FLUSH,
-        )  # fmt: skip
+            app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=_FLUSH_SECONDS,
+        )
 
     async def _watch(self, http: uvicorn.Server) -> None:
-        """Count tokens a second, and see to the end."""
-        shared, service = self.shared, self.shared.service
+        """Sample the metrics every second, then drain the requests and stop uvicorn."""
+        state, service = self.state, self.state.service
         while not self._stop.is_set() and service.running:
-            await asyncio.to_thread(shared.figures.sample)
+            await asyncio.to_thread(state.metrics.sample)
             try:
                 await asyncio.wait_for(self._stop.wait(), 1)
             except TimeoutError:
                 continue
-        shared.draining = True
+        state.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._settings.grace):
-                while shared.active and service.running:
-                    await asyncio.sleep(_TICK)
-        shared.give_up()
+                while state.active_requests and service.running:
+                    await asyncio.sleep(_POLL_SECONDS)
+        state.cancel_all()
         http.should_exit = True
 
 
-class _Http(uvicorn.Server):
-    """uvicorn's, which leaves signals to others."""
+class _HttpServer(uvicorn.Server):
+    """A uvicorn server that calls ``ready`` and leaves signals to its caller."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -119,14 +128,65 @@ class _Http(uvicorn.Server):
         yield
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at an address, where nobody is listened to yet; port 0 is a free one.
+class TimeoutProtocol(H11Protocol):
+    """uvicorn's HTTP protocol with a timeout for slow clients.
+
+    The connection is closed if the client takes longer than ``patience`` seconds to send the
+    headers of a request, to send the rest of a body that was already answered, or to read from
+    its response.
+    """
+
+    def __init__(self, *args: Any, patience: float, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._patience = patience
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._update_idle_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._update_idle_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._update_idle_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(self._patience, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._write_timer = _cancel(self._write_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle_timer, self._write_timer = _cancel(self._idle_timer), _cancel(self._write_timer)
+        super().connection_lost(exc)
+
+    def _update_idle_timer(self) -> None:
+        """Run the timer while no request is being answered."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._idle_timer = _cancel(self._idle_timer)
+        elif self._idle_timer is None and not self.transport.is_closing():
+            self._idle_timer = self.loop.call_later(self._patience, self.transport.abort)
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to an address, not yet listening; port 0 chooses a free port.
 
     Raises:
-      OSError: if there is no such address, or it is taken.
+      OSError: if the address does not exist or is in use.
     """
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = found[0]
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = addresses[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -137,7 +197,7 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
-def address_of(listener: socket.socket) -> str:
-    """Where a browser finds it."""
+def url_of(listener: socket.socket) -> str:
+    """The URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
