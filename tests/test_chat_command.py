@@ -73,7 +73,7 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
         "/nope": "no command /nope: use /help, ",
         "/retry": "the chat has 0",
         "/undo": "the chat has 0",
-        "/edit x": "there is no turn 0 to edit: the chat has 0",
+        "/edit x": "turn 0 does not exist: the chat has 0",
         "/save": "/save takes a folder",
         f"/save {tmp_path / 'mine'}": "which is not written over",
         f"/load {tmp_path}": "no chat was saved there",
@@ -84,7 +84,7 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
     lines = err.splitlines()
     assert code == 2 and len(lines) == len(wrong) + 3
     for line, words in zip(
-        lines, [*wrong.values(), "(cut off", "/edit takes", "no turn 3"], strict=True
+        lines, [*wrong.values(), "(cut off", "/edit takes", "turn 3 does not exist"], strict=True
     ):
         assert words in line and (line.startswith("kvjax: error: ") or words == "(cut off")
     chat = kvjax.Chat(tiny_llama, **SHARED)

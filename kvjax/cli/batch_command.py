@@ -160,7 +160,7 @@ class BatchCounts:
 
     ``done``: lines with a text. ``failed``: lines with an error. ``skipped``: lines with an
     existing result. ``skipped_errors``: skipped lines whose result is an error. The tokens are
-    those of the lines that are done.
+    counted over the lines that are done.
     """
 
     done: int = 0
@@ -280,7 +280,7 @@ class BatchRun:
             self._write_error(number, key, name, handle.error)
             return
         prompt_tokens, new_tokens = len(handle.request.tokens), len(handle.tokens)
-        result: dict[str, Any] = {
+        result: dict[str, object] = {
             "id": name,
             "text": handle.text,
             "tokens": handle.tokens,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cli.output import to_json
+from kvjax.generation.loaded_model import LanguageModel
 
 PROMPTS = ("prompt", "tokens", "messages")
 SETTINGS = (
@@ -82,7 +83,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
     return {name: value for name, value in entry.items() if value is not None}
 
 
-def line_id(entry: dict[str, Any]) -> str | int | None:
+def line_id(entry: dict[str, object]) -> str | int | None:
     """The ``id`` of an input line, None if it has none or an invalid one."""
     value = entry.get("id")
     return value if isinstance(value, str | int) else None
@@ -93,7 +94,7 @@ class DuplicateIdError(ValueError):
 
 
 class LineIds:
-    """The ids of the lines read so far, to detect duplicates."""
+    """The ids of all lines, to detect duplicates."""
 
     def __init__(self) -> None:
         self._lines: dict[str | int, int] = {}
@@ -108,7 +109,9 @@ class LineIds:
             raise DuplicateIdError(f"line {self._lines[value]} has the same id {value!r}")
 
 
-def parse_prompt(entry: dict[str, Any], lm: Any, chat: bool) -> tuple[Any, dict[str, Any]]:
+def parse_prompt(
+    entry: dict[str, Any], lm: LanguageModel, chat: bool
+) -> tuple[Any, dict[str, Any]]:
     """The prompt of an input line, as text or token ids, and the line's own settings.
 
     ``lm``: its chat template renders ``messages``, and with ``chat`` also a ``prompt``.
@@ -251,7 +254,7 @@ class ResultsFile:
         os.close(self._file)
         self._file, self._num_retried = file, 0
 
-    def append(self, line: int, key: str, result: dict[str, Any]) -> None:
+    def append(self, line: int, key: str, result: dict[str, object]) -> None:
         """Append the result of a line."""
         text = to_json({"line": line, "input": key, **result})
         # JSON writes an unpaired surrogate as the same escape.

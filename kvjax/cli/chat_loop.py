@@ -4,12 +4,11 @@ import contextlib
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
 
 import typer
 
 from kvjax.chats.answer import Answer
-from kvjax.chats.chat import Chat
+from kvjax.chats.chat import Chat, ChatStats
 from kvjax.chats.rendering import Turn
 from kvjax.cli.output import bytes_by_place, context_warning, format_table
 from kvjax.cli.progress import first_pieces, show_progress
@@ -115,7 +114,7 @@ class ChatLoop:
         elif name == "show":
             typer.echo(format_turns(chat.turns, chat.system))
         elif name == "stats":
-            typer.echo(format_stats(asdict(chat.stats)))
+            typer.echo(format_stats(chat.stats))
         elif name == "retry":
             self._answer(chat.retry())
         elif name == "undo":
@@ -180,7 +179,7 @@ def parse_line(line: str) -> tuple[str | None, str]:
     """The name of a command and its argument; for a message, None and the message.
 
     Raises:
-      ValueError: if there is no such command, or it takes no argument but has one.
+      ValueError: for an unknown command, or an argument that the command does not take.
     """
     if line.startswith("//") or not line.startswith("/"):
         return None, line.removeprefix("/")
@@ -204,11 +203,12 @@ def format_turns(turns: Sequence[Turn], system: str | None) -> str:
     return "\n".join(lines) or "(no turns yet)"
 
 
-def format_stats(stats: dict[str, Any]) -> str:
+def format_stats(stats: ChatStats) -> str:
     """The statistics of a chat, one per line."""
-    report = {name: round(x, 2) if isinstance(x, float) else x for name, x in stats.items()}
-    report["room"] = "no limit" if stats["room"] is None else stats["room"]
-    report["cache_bytes"] = bytes_by_place(stats["cache_bytes"]) or "none"
+    fields = asdict(stats)
+    report = {name: round(x, 2) if isinstance(x, float) else x for name, x in fields.items()}
+    report["room"] = "no limit" if stats.room is None else stats.room
+    report["cache_bytes"] = bytes_by_place(stats.cache_bytes) or "none"
     return format_table(report)
 
 
@@ -219,7 +219,7 @@ def _parse_edit(argument: str, turns: int) -> tuple[int, str]:
         number, text = str(turns), argument
     if not turns or not 1 <= int(number) <= turns:
         raise ValueError(
-            f"there is no turn {number} to edit: the chat has {turns}, numbered from 1; before a "
+            f"turn {number} does not exist: the chat has {turns}, numbered from 1; before a "
             "message that starts with a number, give the turn's number too"
         )
     if not text.strip():

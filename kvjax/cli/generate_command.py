@@ -179,7 +179,7 @@ def generate(
             save(result)
             if prints:
                 typer.echo(texts_with_headings(result))
-                typer.echo(stats_line(asdict(result.stats)), err=True)
+                typer.echo(stats_line(result.stats), err=True)
         else:
             stream = kvjax.stream(lm, [entry], **settings)
             for piece in itertools.chain(first_pieces(stream, "reading the prompt"), stream):
@@ -189,7 +189,7 @@ def generate(
             save(result)
             if prints:
                 typer.echo()
-                typer.echo(stats_line(asdict(result.stats)), err=True)
+                typer.echo(stats_line(result.stats), err=True)
         if prints:
             _warn(result.stats)
         check_guides(result)

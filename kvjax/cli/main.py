@@ -38,7 +38,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-# Older releases of typer raise click's usage errors; newer ones raise those of a vendored copy.
+# Older releases of typer raise click's usage errors; newer ones have a vendored copy of click.
 _UsageError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 

@@ -298,7 +298,7 @@ def check_guides(result: GenerationResult) -> None:
 def _read_file(file: str | Path) -> str:
     path = expand_user(file)
     if not path.is_file():
-        raise ValueError(f"there is no file {str(file)!r:.200}")
+        raise ValueError(f"no such file: {str(file)!r:.200}")
     return read_text(path)
 
 
@@ -348,7 +348,7 @@ class EngineOptions:
         )  # fmt: skip
 
 
-def _at_most_one(options: dict[str, Any]) -> None:
+def _at_most_one(options: dict[str, object]) -> None:
     given = [name for name, value in options.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"{given[0]} and {given[1]} exclude each other: give one of them")

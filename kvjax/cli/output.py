@@ -6,17 +6,16 @@ import math
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
 
 import typer
 
 from kvjax.core.reporting import readable_bytes
-from kvjax.generation.results import GenerationResult
+from kvjax.generation.results import GenerationResult, GenerationStats
 from kvjax.sampling.scores import TokenScore
 
 
 def prepare_streams() -> None:
-    """Make the standard streams usable, whatever the locale.
+    """Make the standard streams independent of the locale.
 
     Characters that the console can't show are printed as escapes. Input from a file or a pipe is
     read as UTF-8. Closed streams are replaced by the null device.
@@ -31,12 +30,12 @@ def prepare_streams() -> None:
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
 
 
-def to_json(value: dict[str, Any]) -> str:
+def to_json(value: dict[str, object]) -> str:
     """A JSON object on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def echo_json(value: dict[str, Any]) -> None:
+def echo_json(value: dict[str, object]) -> None:
     """Print a JSON object on one line.
 
     Where the console lacks a character, all are written as JSON's escapes: the stream's own
@@ -58,23 +57,23 @@ def context_warning(tokens: int) -> str:
     )
 
 
-def stats_line(stats: dict[str, Any]) -> str:
+def stats_line(stats: GenerationStats) -> str:
     """The statistics of one generation, on one line."""
-    moves, speculation = len(stats["moves"]), stats["speculation"]
+    moves, speculation = len(stats.moves), stats.speculation
     parts = [
-        f"{stats['prompt_tokens']} prompt + {stats['new_tokens']} new tokens",
-        f"compile {stats['compile_seconds']:.2f} s ({stats['compilations']} programs)",
-        f"prefill {stats['prefill_seconds']:.3f} s",
-        f"decode {stats['decode_seconds']:.3f} s, {stats['decode_tokens_per_second']:.1f} tokens/s",
-        f"cache {bytes_by_place(stats['cache_bytes']) or 'none'}",
+        f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens",
+        f"compile {stats.compile_seconds:.2f} s ({stats.compilations} programs)",
+        f"prefill {stats.prefill_seconds:.3f} s",
+        f"decode {stats.decode_seconds:.3f} s, {stats.decode_tokens_per_second:.1f} tokens/s",
+        f"cache {bytes_by_place(stats.cache_bytes) or 'none'}",
     ]
     if moves:
         parts.append(f"{moves} layer{'s' if moves > 1 else ''} moved")
-    if speculation:
-        passes = speculation["passes"] + speculation["saved"]
+    if speculation is not None:
+        passes = speculation.passes + speculation.saved
         parts.append(
-            f"{speculation['accepted']} of {speculation['proposed']} drafted tokens accepted, "
-            f"{speculation['saved']} of {passes} passes saved"
+            f"{speculation.accepted} of {speculation.proposed} drafted tokens accepted, "
+            f"{speculation.saved} of {passes} passes saved"
         )
     return " · ".join(parts)
 
@@ -84,13 +83,13 @@ def bytes_by_place(sizes: Mapping[str, float]) -> str:
     return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
 
 
-def format_table(report: dict[str, Any]) -> str:
+def format_table(report: dict[str, object]) -> str:
     """A table with a line for each entry: its name and its value."""
     width = max(map(len, report)) + 2
     return "\n".join(f"{k.replace('_', ' '):<{width}}{_format(v)}" for k, v in report.items())
 
 
-def _format(value: Any) -> str:
+def _format(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{k} {_format(v)}" for k, v in value.items())
     if isinstance(value, list):
@@ -98,11 +97,11 @@ def _format(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def texts_as_json(result: GenerationResult) -> list[dict[str, Any]]:
+def texts_as_json(result: GenerationResult) -> list[dict[str, object]]:
     """The texts of one prompt as JSON objects, with their scores."""
-    texts: list[dict[str, Any]] = []
+    texts: list[dict[str, object]] = []
     for row, (text, tokens) in enumerate(zip(result.text, result.tokens, strict=True)):
-        entry: dict[str, Any] = {"text": text, "tokens": tokens}
+        entry: dict[str, object] = {"text": text, "tokens": tokens}
         if result.sequence_scores is not None:
             entry["sequence_score"] = _finite(result.sequence_scores[row])
         if result.logprobs is not None:
@@ -121,7 +120,7 @@ def texts_with_headings(result: GenerationResult) -> str:
     return "\n".join(parts)
 
 
-def score_as_json(score: TokenScore) -> dict[str, Any]:
+def score_as_json(score: TokenScore) -> dict[str, object]:
     """A token's log-probabilities as a JSON object."""
     likeliest = [[token, _finite(logprob)] for token, logprob in score.likeliest]
     return {"logprob": _finite(score.logprob), "likeliest": likeliest}

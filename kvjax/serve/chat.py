@@ -1,10 +1,9 @@
 """``/v1/chat/completions``: answers in a conversation."""
 
-from typing import Any
-
 from kvjax.core.errors import CheckpointError
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.scores import MAX_LOGPROBS
-from kvjax.serve.errors import APIError
+from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields
 from kvjax.serve.limits import Limits
 from kvjax.serve.logprobs import ScoredToken, TokenTexts, finite
@@ -32,7 +31,7 @@ class ChatSchema:
 
     id_prefix, response_type, chunk_type = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, lm: Any, limits: Limits, token_texts: TokenTexts | None) -> None:
+    def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:
         self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
     def parse(self, fields: Fields) -> GenerationRequest:
@@ -77,7 +76,7 @@ class ChatSchema:
 
     def choice(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
@@ -85,13 +84,13 @@ class ChatSchema:
             "finish_reason": finish_reason,
         }
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> JsonObject | None:
         delta = {"role": "assistant", "content": ""}
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def chunk(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return {
             "index": index,
             "delta": {"content": text} if text or finish_reason is None else {},
@@ -99,7 +98,7 @@ class ChatSchema:
             "finish_reason": finish_reason,
         }
 
-    def _logprobs(self, scored: list[ScoredToken] | None) -> dict[str, Any] | None:
+    def _logprobs(self, scored: list[ScoredToken] | None) -> JsonObject | None:
         if scored is None:
             return None
         content = [
@@ -110,7 +109,7 @@ class ChatSchema:
         ]
         return {"content": content, "refusal": None}
 
-    def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
+    def _logprob(self, token: int, logprob: float) -> JsonObject:
         assert self._token_texts is not None
         text, raw = self._token_texts.lookup(token)
         return {"token": text, "logprob": finite(logprob), "bytes": raw}
@@ -131,7 +130,7 @@ def _prompt_ending(fields: Fields) -> dict[str, bool]:
     return {} if header else {"add_generation_prompt": False}
 
 
-def _parse_message(value: Any, name: str) -> dict[str, str]:
+def _parse_message(value: object, name: str) -> dict[str, str]:
     """A message for a chat template, which expects the content as one string."""
     fields = _parse_object(value, name)
     role, content, speaker = fields.text("role"), fields.raw("content"), fields.text("name")
@@ -149,7 +148,7 @@ def _parse_message(value: Any, name: str) -> dict[str, str]:
     return message if speaker is None else message | {"name": speaker}
 
 
-def _parse_part(value: Any, name: str) -> str:
+def _parse_part(value: object, name: str) -> str:
     """The text of one part of a message's content."""
     fields = _parse_object(value, name)
     kind = fields.text("type")
@@ -162,7 +161,7 @@ def _parse_part(value: Any, name: str) -> str:
     return text
 
 
-def _parse_object(value: Any, name: str) -> Fields:
+def _parse_object(value: object, name: str) -> Fields:
     if not isinstance(value, dict):
         raise APIError(400, f"{name} must be an object", param=name)
     return Fields(value, f"{name}.")

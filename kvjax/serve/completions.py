@@ -1,9 +1,8 @@
 """``/v1/completions``: continuations of texts."""
 
-from typing import Any
-
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.scores import MAX_LOGPROBS, TokenScore
-from kvjax.serve.errors import APIError
+from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields
 from kvjax.serve.limits import Limits
 from kvjax.serve.logprobs import Echo, ScoredToken, TokenTexts, finite, make_echo
@@ -18,7 +17,7 @@ class CompletionsSchema:
 
     id_prefix, response_type, chunk_type = "cmpl-", "text_completion", "text_completion"
 
-    def __init__(self, lm: Any, limits: Limits, token_texts: TokenTexts | None) -> None:
+    def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:
         self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
     def parse(self, fields: Fields) -> GenerationRequest:
@@ -79,19 +78,19 @@ class CompletionsSchema:
 
     def choice(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         return self.chunk(index, text, scored, finish_reason)
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> JsonObject | None:
         return None
 
     def chunk(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         logprobs = None if scored is None else self._logprobs(scored)
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs(self, scored: list[ScoredToken]) -> dict[str, Any]:
+    def _logprobs(self, scored: list[ScoredToken]) -> JsonObject:
         return {
             "tokens": [self._text(token) for token, _, _ in scored],
             "token_logprobs": [score and finite(score.logprob) for _, score, _ in scored],
@@ -116,5 +115,5 @@ class CompletionsSchema:
         return self._token_texts.lookup(token)[0]
 
 
-def _is_token_ids(value: Any) -> bool:
+def _is_token_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(x) is int for x in value)

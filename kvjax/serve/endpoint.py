@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Coroutine
 from contextlib import aclosing
-from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -126,7 +125,7 @@ async def _read_body(request: Request, max_bytes: int, timeout: float) -> bytes 
     return bytes(body)
 
 
-async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def _run_until_disconnect(receive: Receive, work: Coroutine[object, None, None]) -> None:
     """Run ``work``, and cancel it if the client disconnects. The body must have been read."""
     working = asyncio.ensure_future(work)
     disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
@@ -140,7 +139,7 @@ async def _run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, None
     if not disconnected:
         working.result()
     elif not working.cancelled():
-        working.exception()  # marks the exception as retrieved; there is no client to report it to
+        working.exception()  # marks the exception as retrieved; the client is gone
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

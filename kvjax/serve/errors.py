@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Mapping
-from typing import Any
 
 from starlette.responses import Response
+
+JsonObject = dict[str, object]
 
 _TYPES = {
     401: "authentication_error",
@@ -36,7 +37,7 @@ class APIError(Exception):
         super().__init__(message)
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The error as OpenAI's JSON object."""
         error_type = _TYPES.get(self.status, "invalid_request_error")
         return {
@@ -53,7 +54,7 @@ class APIError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Encode a value as JSON in UTF-8."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     # Some clients also split the lines of a server-sent event at these characters.
@@ -64,7 +65,7 @@ def to_json(value: Any) -> bytes:
 
 
 def json_response(
-    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An HTTP response with a JSON body."""
     return Response(to_json(value), status, headers, "application/json")

@@ -36,7 +36,7 @@ class Fields:
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self._values, self._prefix = dict(values), prefix
 
-    def error(self, name: str, expected: str, value: Any) -> APIError:
+    def error(self, name: str, expected: str, value: object) -> APIError:
         """The error for a field with a wrong value."""
         name = self._prefix + name
         return APIError(400, f"{name} must be {expected}, got {_short(value)}", param=name)
@@ -92,7 +92,7 @@ class Fields:
         for name in names:
             self._values.pop(name, None)
 
-    def unsupported(self, name: str, *neutral: Any) -> None:
+    def unsupported(self, name: str, *neutral: object) -> None:
         """Reject an unsupported field, unless it has one of the values that request nothing."""
         value = self.raw(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in neutral):
@@ -119,7 +119,7 @@ def is_number(value: Any) -> bool:
         return False
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     """A value for an error message, at most 60 characters."""
     if isinstance(value, str | int | float | None):
         return f"{value!r:.60}"

@@ -1,8 +1,7 @@
 """How long sequences may be, and how many the server accepts at once."""
 
-from typing import Any
-
 from kvjax.policies.model_config import new_tokens_for, positions_needed
+from kvjax.prefixes.pool_config import PoolConfig
 from kvjax.serve.errors import APIError
 
 RETRY_AFTER = 1
@@ -16,8 +15,8 @@ class Limits:
     over all prompts.
     """
 
-    def __init__(self, terms: Any, max_sequences: int) -> None:
-        self.max_len, self.max_sequences = _longest_sequence(terms), max_sequences
+    def __init__(self, pool_config: PoolConfig, max_sequences: int) -> None:
+        self.max_len, self.max_sequences = _longest_sequence(pool_config), max_sequences
 
     def check_prompt_count(self, count: int) -> None:
         """Raise ``APIError`` if there are more prompts than sequences."""
@@ -45,15 +44,16 @@ class Limits:
         return limit
 
 
-def _longest_sequence(terms: Any) -> int:
+def _longest_sequence(pool_config: PoolConfig) -> int:
     """The longest sequence that fits an engine's positions and pools, in tokens."""
 
     def fits(tokens: int) -> bool:
         return all(
-            kind.max_pages(tokens) <= (kind.page_group.layout.pool or 0) for kind in terms.groups
+            kind.max_pages(tokens) <= (kind.page_group.layout.pool or 0)
+            for kind in pool_config.groups
         )
 
-    low, high = 0, terms.max_len
+    low, high = 0, pool_config.max_len
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

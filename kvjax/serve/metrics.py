@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -12,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
+from kvjax.serve.errors import JsonObject
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
@@ -77,7 +77,7 @@ class Metrics(Collector):
         """Sample the token count; called once a second."""
         self._samples.append((time.monotonic(), self._engine.stats().new_tokens))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> JsonObject:
         """The figures that the web page draws."""
         stats = self._engine.stats()
         return asdict(stats) | {

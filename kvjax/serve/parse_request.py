@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
-from kvjax.serve.errors import APIError
+from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields, is_number, parse_object
 from kvjax.serve.logprobs import Echo, ScoredToken
 
@@ -96,17 +96,17 @@ class EndpointSchema(Protocol):
 
     def choice(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """A finished choice; ``scored``: its tokens, if log-probabilities were requested."""
         ...
 
-    def first_chunk(self, index: int) -> dict[str, Any] | None:
+    def first_chunk(self, index: int) -> JsonObject | None:
         """What a stream sends before the text of a choice, if anything."""
         ...
 
     def chunk(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """A chunk of a choice; ``finish_reason``: None if more chunks follow."""
         ...
 

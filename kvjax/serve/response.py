@@ -5,7 +5,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 from kvjax.core.errors import KvjaxError
 from kvjax.engine.beams import BeamResult
@@ -13,7 +12,7 @@ from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError
 from kvjax.generation.best_of import best_rows
 from kvjax.sampling.scores import TokenScore
-from kvjax.serve.errors import APIError, to_json
+from kvjax.serve.errors import APIError, JsonObject, to_json
 from kvjax.serve.logprobs import Echo, ScoredToken, scored_tokens
 from kvjax.serve.parse_request import EndpointSchema, GenerationRequest
 
@@ -42,7 +41,7 @@ class GenerationResponse:
             "model": model,
         }
 
-    async def json(self) -> dict[str, Any]:
+    async def json(self) -> JsonObject:
         """The whole response, after all choices have finished.
 
         Raises:
@@ -102,7 +101,7 @@ class GenerationResponse:
             indexes = best_rows(logprobs, request.samples, request.n)[0].ravel().tolist()
         return [(handles[i], handles[i], self._finish_reason(i)) for i in indexes]
 
-    def _chunks(self, index: int, piece: Piece | None) -> Iterator[dict[str, Any]]:
+    def _chunks(self, index: int, piece: Piece | None) -> Iterator[JsonObject]:
         """The chunks for a piece of a choice; ``piece``: None at the end of the choice."""
         schema, request, handle = self._schema, self._request, self._handles[index]
         if request.echoes and index not in self._echoed:
@@ -168,7 +167,7 @@ class GenerationResponse:
     def _reason(self, reason: str) -> str:
         return _FINISH_REASONS[reason] if self._request.max_tokens else "length"
 
-    def _event(self, choice: dict[str, Any] | None) -> bytes:
+    def _event(self, choice: JsonObject | None) -> bytes:
         """A server-sent event with a chunk; None for the event with the usage."""
         choices = [] if choice is None else [choice]
         event = {**self._header, "object": self._schema.chunk_type, "choices": choices}
@@ -176,7 +175,7 @@ class GenerationResponse:
             event["usage"] = None if choice else self._usage()
         return b"data: " + to_json(event) + b"\n\n"
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> JsonObject:
         # Each prompt counts once, with the cached tokens of its first sample.
         first_samples = self._handles[:: self._request.samples]
         prompt = sum(len(handle.request.tokens) for handle in first_samples)

@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.service import Service
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.serve.app import make_app
 from kvjax.serve.state import ServerSettings, ServerState
 
@@ -30,7 +31,7 @@ class Server:
 
     state: ServerState
 
-    def __init__(self, engine: Engine, lm: Any, settings: ServerSettings) -> None:
+    def __init__(self, engine: Engine, lm: LanguageModel, settings: ServerSettings) -> None:
         self._engine, self._lm, self._settings = engine, lm, settings
         self._stop = asyncio.Event()
 

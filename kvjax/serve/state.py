@@ -3,12 +3,12 @@
 import math
 import time
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvjax.core.validation import normalize_int_field
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service
 from kvjax.generation.guides.grammars import Guides
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.serve.limits import Limits, RequestQueue
 from kvjax.serve.logprobs import TokenTexts
 from kvjax.serve.metrics import Metrics
@@ -58,7 +58,7 @@ class ServerState:
     in progress; ``handles``: the engine's handles for them. The remaining fields are derived.
     """
 
-    lm: Any
+    lm: LanguageModel
     service: Service
     settings: ServerSettings
     metrics: Metrics = field(init=False)
