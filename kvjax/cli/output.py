@@ -30,12 +30,12 @@ def prepare_streams() -> None:
         sys.stdin.reconfigure(encoding="utf-8", errors="strict")
 
 
-def to_json(value: dict[str, object]) -> str:
+def to_json(value: Mapping[str, object]) -> str:
     """A JSON object on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def echo_json(value: dict[str, object]) -> None:
+def echo_json(value: Mapping[str, object]) -> None:
     """Print a JSON object on one line.
 
     Where the console lacks a character, all are written as JSON's escapes: the stream's own
@@ -83,7 +83,7 @@ def bytes_by_place(sizes: Mapping[str, float]) -> str:
     return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
 
 
-def format_table(report: dict[str, object]) -> str:
+def format_table(report: Mapping[str, object]) -> str:
     """A table with a line for each entry: its name and its value."""
     width = max(map(len, report)) + 2
     return "\n".join(f"{k.replace('_', ' '):<{width}}{_format(v)}" for k, v in report.items())

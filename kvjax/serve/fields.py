@@ -78,7 +78,7 @@ class Fields:
             raise self.error(name, expected, value)
         return int(value)
 
-    def object(self, name: str) -> "Fields | None":
+    def nested(self, name: str) -> "Fields | None":
         """Read a nested object."""
         value = self.raw(name)
         if value is None:

@@ -200,7 +200,7 @@ def _set_beam_search(
 
 def _parse_stream(fields: Fields, request: GenerationRequest) -> None:
     request.stream = fields.flag("stream")
-    options = fields.object("stream_options")
+    options = fields.nested("stream_options")
     if options is None:
         return
     if not request.stream:
@@ -265,8 +265,8 @@ def _parse_logit_bias(fields: Fields) -> dict[int, float]:
 
 def _parse_constraint(fields: Fields) -> tuple[str, MakeGuide] | None:
     """The field that constrains the text to a grammar, and how to make its guide."""
-    response_format = fields.object("response_format")
-    structured_outputs = fields.object("structured_outputs")
+    response_format = fields.nested("response_format")
+    structured_outputs = fields.nested("structured_outputs")
     make_guide = None if response_format is None else _parse_response_format(response_format)
     if structured_outputs is None:
         return None if make_guide is None else ("response_format", make_guide)
@@ -295,7 +295,7 @@ def _parse_response_format(fields: Fields) -> MakeGuide | None:
     kind = fields.text("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise fields.error("type", "text, json_object or json_schema", kind)
-    json_schema = fields.object("json_schema") if kind == "json_schema" else None
+    json_schema = fields.nested("json_schema") if kind == "json_schema" else None
     fields.reject_unknown()
     if kind != "json_schema":
         return Guides.json if kind == "json_object" else None
