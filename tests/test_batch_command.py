@@ -49,12 +49,12 @@ class Made:
             done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
             request=SimpleNamespace(tokens=[0]),
         )  # fmt: skip
-        self.interrupts.append((handle, callback))
+        self.waiting.append((handle, callback))
         self.most = max(self.most, len(self.waiting))
         return handle
 
     def step(self):
-        handle, callback = self.interrupts.pop(self.order.randrange(len(self.waiting)))
+        handle, callback = self.waiting.pop(self.order.randrange(len(self.waiting)))
         handle.done = True
         callback(handle)
 
@@ -332,7 +332,7 @@ BAD = {
     '{"prompt": "a", "logit_bias": [1]}': "logit_bias must be an object",
     '{"prompt": "a", "logit_bias": {"x": 1}}': "logit_bias has 'x', which is not a token id",
     '{"prompt": "a", "logit_bias": {"1": "x"}}': "logit_bias must be numbers",
-    '{"prompt": "a", "logprobs": 500}': "logprobs is 500, and must be at most",
+    '{"prompt": "a", "logprobs": 500}': "logprobs must be at most 20",
     '{"prompt": "a", "seed": -1}': "seed must be an integer from 0",
     '{"prompt": "a", "priority": 0.5}': "priority is 0.5",
 }
@@ -452,7 +452,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
         ((prompts, "--out", tmp_path / "no" / "results"), "results"),
         ((prompts, "--out", out, "--temperature", -1), "temperature must be a finite number"),
         ((prompts, "--out", out, "--max-new-tokens", 500), "the engine's max_seq_len is 128"),
-        ((prompts, "--out", out, "--cache", "static"), "in pages"),
+        ((prompts, "--out", out, "--cache", "static"), "no layer is paged"),
         ((prompts, "--out", out, "--cache-memory", "much"), "'much' is not a size"),
         ((prompts, "--out", out, "--max-batch-size", 0), "--max-batch-size"),
     ):  # fmt: skip

@@ -260,7 +260,7 @@ def test_policies_in_words():
         (("--shape", "gpt-neox-20b"), "can't make gpt-neox-20b with random weights"),
         (("--shape", "gpt2"), "can't make gpt2 with random weights"),
         (("--shape", "gpt2", "--dtype", "int8"), "dtype is 'int8'"),
-        (("--shape", "gpt2", "--model", "here"), "give one of --model"),
+        (("--shape", "gpt2", "--model", "here"), "give either --model"),
     ],
 )
 def test_what_a_user_can_mend_is_one_line(run, arguments, message):

@@ -1072,7 +1072,7 @@ def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
 
 def _section(title):
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
-    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+    return re.split(rf"\n##+ {title}\n", text)[1].split("\n## ")[0].split("\n### ")[0]
 
 
 def test_the_pages_examples_run(running):
@@ -1189,7 +1189,7 @@ def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, word in (
-            (["--port", port], port), (["--port", port, "--group-size", "32"], port),
+            (["--port", port], port), (["--port", port, "--kv-bits", "8", "--group-size", "32"], port),
             (["--api-key", "a b"], "API key"),
             (["--lookup", "--draft-layers", "1"], "exclude each other"),
         ):  # fmt: skip
