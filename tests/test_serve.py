@@ -1189,7 +1189,8 @@ def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, word in (
-            (["--port", port], port), (["--port", port, "--kv-bits", "8", "--group-size", "32"], port),
+            (["--port", port], port),
+            (["--port", port, "--kv-bits", "8", "--group-size", "32"], port),
             (["--api-key", "a b"], "API key"),
             (["--lookup", "--draft-layers", "1"], "exclude each other"),
         ):  # fmt: skip
