@@ -162,15 +162,15 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "no stop is fine": "accepted",
         "advance back": "ValueError: new must be an integer >= 0, got -3",
         "advance by a part": "ValueError: new must be an integer >= 0, got 2.7",
-        "advance what was not appended": "ValueError: advance counts what was appended, and "
-        "nothing was since the last advance",
+        "advance what was not appended": "ValueError: nothing to advance: no tokens were "
+        "appended since the last advance",
         "advance by more": "ValueError: advance by 2, but 1 token(s) a row were appended",
-        "advance before the last layer": "ValueError: advance, but 1 of 2 layers that have keys "
-        "and values of their own were not appended to, number 1 the first of them",
+        "advance before the last layer": "ValueError: advance, but 1 of 2 layers with keys and "
+        "values of their own were not appended to, the first is number 1",
         "append a layer twice": "ValueError: layer 0 has been appended to in this call: "
-        "kvjax.advance(cache, 1) ends it, before the next one",
-        "append more to the next layer": "ValueError: 3 token(s), and the call began with 1: all "
-        "layers of a call are given the same tokens",
+        "end the call with kvjax.advance(cache, 1) first",
+        "append more to the next layer": "ValueError: 3 token(s), but the call began with 1: give "
+        "all layers of a call the same tokens",
         "attend before append": "ValueError: layer 0 has no new tokens: call kvjax.append before "
         "attend, and advance after it, or pass causal=False to attend to the counted tokens",
         "attend to the next layer": "ValueError: layer 1 has no new tokens: call kvjax.append "
@@ -179,19 +179,19 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "look back in a call": "ValueError: causal=False attends to the counted tokens: "
         "call kvjax.advance(cache, 1) first",
         "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
-        "do not count yet: kvjax.advance(cache, 1) first, when all layers have them",
-        "other lengths": "ValueError: lengths of row 1 are not those that the first append of its "
-        "call was given, by which it goes; kvjax.rewind takes tokens back",
+        "do not count yet: append them to all layers, then call kvjax.advance(cache, 1) first",
+        "other lengths": "ValueError: lengths of row 1 differ from those of the first append of "
+        "the call, which are used; kvjax.rewind removes tokens",
         "more than a ring's slack": "ValueError: 9 tokens in a call, but the ring has slack for "
-        "3: feed the text in chunks of at most 3, or give the ring more slack (slack=8)",
-        "lengths in parts": "ValueError: lengths must be whole numbers, got float64",
+        "3: append them in chunks of at most 3, or give the ring more slack (slack=8)",
+        "lengths in parts": "ValueError: lengths must be integers, got float64",
         "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
         "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",
         "rewind one back": "ValueError: tokens must be >= 0, got -1",
         "rewind nothing": "ValueError: tokens must be an integer, or one per row, got "
         "array(None, dtype=object)",
         "rewind very far": "ValueError: row(s) 0, 1 were to forget more tokens than "
-        "kvjax.rewindable says they can, and were left as they are",
+        "kvjax.rewindable allows, and are unchanged",
         "select nothing": "ValueError: rows must be a list of integers, got array(None, "
         "dtype=object)",
         "select a name": "ValueError: rows must be a list of integers, got array('a', dtype='<U1')",
