@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import as_optional_int
@@ -95,7 +94,7 @@ def encoder_inputs(
     return tokenize_prompts(lm, prompts, [])
 
 
-def parse_rotary_len(config: Any, options: GenerationOptions, need: int) -> int | None:
+def parse_rotary_len(config: ModelConfig, options: GenerationOptions, need: int) -> int | None:
     """The length that rotary frequencies are computed for; None if they are computed for the
     capacity, or do not depend on a length.
 

@@ -1,9 +1,7 @@
 """The sequence that programs continue: a cache, or all tokens without a cache."""
 
-from typing import Any
-
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
@@ -21,14 +19,14 @@ class Cached:
     cache: KVCache
 
     def forward(
-        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
+        self, model: Model, params: PyTree, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Cached"]:
         """Append each row's first ``lengths`` tokens, and return the logits after the last one."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths, last_only=True)
         return logits[:, 0], Cached(cache)
 
     def forward_all(
-        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
+        self, model: Model, params: PyTree, tokens: Tokens, lengths: PerRow
     ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
         """As ``forward``, with the logits after every token."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
@@ -58,7 +56,7 @@ class Uncached:
         """None."""
 
     def forward(
-        self, model: Model, params: Any, tokens: Tokens, lengths: PerRow
+        self, model: Model, params: PyTree, tokens: Tokens, lengths: PerRow
     ) -> tuple[Logits, "Uncached"]:
         """Append each row's first ``lengths`` tokens, and return the logits after the last one."""
         capacity = self.tokens.shape[1]

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
@@ -25,7 +26,7 @@ def has_encoded(lm: Any) -> bool:
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
 
-def without_source(params: dict[str, Any]) -> dict[str, Any]:
+def without_source(params: dict[str, PyTree]) -> dict[str, PyTree]:
     """The parameters without the encoder's cache."""
     return {name: node for name, node in params.items() if name != SOURCE}
 
@@ -77,6 +78,8 @@ def encode_source(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="source")
-def _encode(model: Any, params: Any, tokens: Tokens, lengths: PerRow, source: KVCache) -> KVCache:
+def _encode(
+    model: Any, params: PyTree, tokens: Tokens, lengths: PerRow, source: KVCache
+) -> KVCache:
     filled: KVCache = model.read(params, tokens, lengths, source)
     return filled

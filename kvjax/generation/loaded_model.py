@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 
 from kvjax.core.array_folder import expand_user
 from kvjax.core.mesh_context import without_mesh_context
@@ -28,7 +28,7 @@ from kvjax.policies.model_config import common_heads
 from kvjax.policies.presets import PolicyChoice
 
 
-def check_params_match(params: Any, own: Any, *, dtypes: bool = True) -> None:
+def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> None:
     """Raise ``ValueError`` if parameters differ from a model's own in names or shapes, or, with
     ``dtypes``, in dtypes."""
     if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
@@ -61,7 +61,7 @@ def check_params_match(params: Any, own: Any, *, dtypes: bool = True) -> None:
         )
 
 
-def without_weak_types(params: Any) -> Any:
+def without_weak_types(params: PyTree) -> PyTree:
     """Parameters without weak types, such as the type of ``jnp.full(shape, 0.5)``. An optimizer
     returns strongly typed parameters, which would otherwise compile every program again."""
 
@@ -72,7 +72,7 @@ def without_weak_types(params: Any) -> Any:
     return jax.tree.map(convert, params)
 
 
-def cast_params(params: Any, own: Any) -> Any:
+def cast_params(params: PyTree, own: PyTree) -> PyTree:
     """Parameters with the dtypes and, if both are arrays, the shardings of a model's own. Arrays
     that already have them are not copied."""
     check_params_match(params, own, dtypes=False)
@@ -95,18 +95,18 @@ def _placed_like(x: Any, target: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _cast(arrays: list[Any], dtypes: tuple[Any, ...]) -> list[Any]:
+def _cast(arrays: list[jax.Array], dtypes: tuple[np.dtype, ...]) -> list[jax.Array]:
     return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
-def _forms(params: Any, dtypes: bool) -> tuple[Any, ...]:
+def _forms(params: PyTree, dtypes: bool) -> tuple[Any, ...]:
     """Structure, shapes and dtypes. Comparing them is faster than comparing names; rollouts do it
     at every step."""
     leaves, structure = jax.tree.flatten(params)
     return structure, [(np.shape(x), x.dtype if dtypes else None) for x in leaves]
 
 
-def _named(params: Any) -> dict[str, Any]:
+def _named(params: PyTree) -> dict[str, jax.Array]:
     """The arrays by name, such as ``layers.0.weight``."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -128,7 +128,7 @@ class LanguageModel:
     """
 
     config: Any
-    params: Any
+    params: PyTree
     tokenizer: Any
     generation: GenerationDefaults
     architecture: Any
@@ -164,7 +164,7 @@ class LanguageModel:
         params = jax.tree.map(put_on_mesh, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
 
-    def with_params(self, params: Any) -> "LanguageModel":
+    def with_params(self, params: PyTree) -> "LanguageModel":
         """The same model with other parameters, for example after a training step. Nothing is
         copied, and nothing is compiled again.
 
@@ -174,7 +174,7 @@ class LanguageModel:
         check_params_match(params, self.params)
         return replace(self, params=without_weak_types(params))
 
-    def put(self, params: Any) -> Any:
+    def put(self, params: PyTree) -> PyTree:
         """Cast parameters to this model's dtypes, and move them to its devices and shardings. For
         parameters of a trainer, which may have wider dtypes or other shardings.
 

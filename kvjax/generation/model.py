@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from kvjax.cache.appending import admit
 from kvjax.cache.state import KVCache
@@ -39,7 +40,7 @@ class Model(Protocol):
 
     def apply(
         self,
-        params: Any,
+        params: PyTree,
         tokens: Tokens,
         cache: KVCache | None = None,
         *,

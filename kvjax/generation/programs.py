@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
@@ -138,7 +138,7 @@ MAX_STEPS = 128
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
 def prefill(
     model: Model,
-    params: Any,
+    params: PyTree,
     context: Context,
     logits: Logits,
     tokens: Tokens,
@@ -214,7 +214,7 @@ def choose_first(
 def decode(
     model: Model,
     filters: Filters,
-    params: Any,
+    params: PyTree,
     context: Context,
     progress: Progress,
     past: TokenHistory | None,
@@ -257,7 +257,7 @@ def decode(
 def decode_loop(
     model: Model,
     filters: Filters,
-    params: Any,
+    params: PyTree,
     context: Context,
     progress: Progress,
     past: TokenHistory | None,

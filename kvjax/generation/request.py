@@ -1,8 +1,8 @@
 """A generation request: checked against the model, completed, its prompts split into chunks."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -288,7 +288,7 @@ class PromptChunk:
       cache_len: tokens in the cache's longest row after this chunk.
     """
 
-    tokens: Any
+    tokens: jax.Array
     lengths: np.ndarray
     ends: np.ndarray
     cache_len: int

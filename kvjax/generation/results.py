@@ -12,6 +12,7 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.core.reporting import COMPILE_CALLBACK
+from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.operations.capacity import Move
 from kvjax.sampling.scores import Scores, TokenScore
 
@@ -33,7 +34,7 @@ class Speculation:
     saved: int
 
 
-def speculation_stats(acceptance: Any, count: Any, rows: int) -> Speculation:
+def speculation_stats(acceptance: Acceptance, count: np.ndarray, rows: int) -> Speculation:
     """The statistics of the first ``rows`` rows, from an ``Acceptance`` on the host and the number
     of new tokens of each row."""
     passes = int(acceptance.passes)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
@@ -172,7 +173,7 @@ def _process(
 
 
 def _apply(
-    model: Model, params: Any, tokens: Tokens, cache: KVCache, lengths: PerRow, last_only: bool
+    model: Model, params: PyTree, tokens: Tokens, cache: KVCache, lengths: PerRow, last_only: bool
 ) -> tuple[Array, KVCache]:
     return model.apply(params, tokens, cache, lengths=lengths, last_only=last_only)
 

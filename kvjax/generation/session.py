@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.stages import Lowered
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import check
 from kvjax.cache.creation import allocate
@@ -103,7 +104,7 @@ class Session:
             platform = self.cache.layers[0].policy.placement.platform()
             self._drafts = SpeculativeDecoder(self._lm, request, request.draft, platform)
 
-    def put(self, tree: Any) -> Any:
+    def put(self, tree: PyTree) -> PyTree:
         """Put scalars and arrays of rows where the context is, with the same commitment to devices.
         Otherwise every combination would compile a program of its own."""
         spread = self._request.spread
@@ -219,7 +220,7 @@ class Session:
         self._drafts.acceptance = self.put(self._drafts.acceptance)
         return {"decode": self._drafts.lowered(proposer, call)}
 
-    def zeros_like(self, shapes: Any) -> Any:
+    def zeros_like(self, shapes: PyTree) -> PyTree:
         """Arrays of zeros with the given shapes, placed as the results of a program are."""
         return self.put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 

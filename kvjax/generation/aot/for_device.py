@@ -7,8 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
-from jax.sharding import SingleDeviceSharding
+from jax.stages import Compiled
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from kvjax.cache.sizes import abstract_arguments, array_shardings
 from kvjax.cache.state import KVCache
@@ -22,6 +26,7 @@ from kvjax.generation.aot.shapes import (
     request_capacities,
 )
 from kvjax.generation.aot.step_programs import (
+    Compilers,
     drafted_guided_programs,
     guided_programs,
     search_programs,
@@ -29,6 +34,7 @@ from kvjax.generation.aot.step_programs import (
 from kvjax.generation.context import Cached
 from kvjax.generation.drafts.speculative import SpeculativeDecoder, speculate
 from kvjax.generation.guides.masks import mask_words
+from kvjax.generation.model import Model
 from kvjax.generation.options import GenerationOptions
 from kvjax.generation.programs import Progress
 from kvjax.generation.request import GenerationRequest, prepare_request
@@ -39,7 +45,7 @@ from kvjax.sampling.scores import Scores
 
 def compile_for_device(
     lm: Any, policy: PolicyChoice, batch: int, options: GenerationOptions, device: Any
-) -> dict[str, jax.stages.Compiled]:
+) -> dict[str, Compiled]:
     """The programs that ``generate`` would run on a target device, by name.
 
     Args:
@@ -60,7 +66,7 @@ def compile_for_device(
         )
     model: Any = AbstractModel.of(lm, mesh)
     request = prepare_request(model, [[0]] * batch, options)
-    compiled: dict[str, jax.stages.Compiled] = {}
+    compiled: dict[str, Compiled] = {}
     with compiling_for(device):
         capacities = request_capacities(
             request, abstract_request_cache(model, policy, request, None)
@@ -102,12 +108,12 @@ class _Programs:
         self._context = Cached(cache)
         self._device, self._platform = device, device.platform
         self._on_device = SingleDeviceSharding(device)
-        weights: Any = jax.tree.map(lambda _: self._on_device, model.params)
+        weights: PyTree = jax.tree.map(lambda _: self._on_device, model.params)
         if model.mesh is not None:
             weights = _param_shardings(model.architecture)(model.mesh)
         context_shardings = Cached(array_shardings(cache, device))
         # Arguments with their shardings. All others are sharded by rows or replicated.
-        self._known: list[tuple[Any, Any]] = [
+        self._known: list[tuple[PyTree, PyTree]] = [
             (model.params, weights),
             (self._context, context_shardings),
         ]
@@ -129,7 +135,7 @@ class _Programs:
             self._row_array(jnp.bool_),
         )
 
-    def prefill(self, width: int) -> jax.stages.Compiled:
+    def prefill(self, width: int) -> Compiled:
         """Prefill of a chunk of ``width`` tokens."""
         call = functools.partial(unwrap(programs.prefill), self._model.architecture)
         chunk = (
@@ -140,17 +146,18 @@ class _Programs:
         arguments = (self._model.params, self._context, self._logits, *chunk)
         return self._compile(call, (1, 2), arguments, (self._context, self._logits))
 
-    def choose_first(self) -> jax.stages.Compiled:
+    def choose_first(self) -> Compiled:
         """The program that chooses the first token."""
         filters, logprobs = self._request.filters, self._request.logprobs
 
-        def call(logits: Any, sampling: Any, limit: Any, past: Any) -> Any:
+        def call(*arguments: PyTree) -> PyTree:
+            logits, sampling, limit, past = arguments
             return unwrap(programs.choose_first)(logits, filters, sampling, limit, past, logprobs)
 
         arguments = self._logits, self._request.sampling, self._limit, self._past
         return self._compile(call, (3,), arguments, (self._progress, self._past, self._scores(1)))
 
-    def steps(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+    def steps(self) -> Compilers:
         """Functions that compile the decode loop, or the programs of a guided step, by name."""
         model, request = self._model, self._request
         if request.guides is None:
@@ -172,7 +179,7 @@ class _Programs:
             )
         return compilers
 
-    def decode(self) -> jax.stages.Compiled:
+    def decode(self) -> Compiled:
         """The decode loop, with drafts if the request has them."""
         static = self._model.architecture, self._request.filters
         logprobs, drafts = self._request.logprobs, self._drafts()
@@ -194,7 +201,8 @@ class _Programs:
             return self._compile(call, (1, 3), arguments, results)
         proposer, draft_params, draft_context, acceptance = drafts
 
-        def call_speculate(params: Any, context: Any, acceptance: Any, *rest: Any) -> Any:
+        def call_speculate(*arguments: PyTree) -> PyTree:
+            params, context, acceptance, *rest = arguments
             return unwrap(speculate)(
                 proposer, params, context, acceptance, *static, *rest, scores=logprobs
             )
@@ -203,7 +211,7 @@ class _Programs:
         results = draft_context, acceptance, *results
         return self._compile(call_speculate, (1, 4, 6), arguments, results)
 
-    def _drafts(self) -> tuple[Any, ...] | None:
+    def _drafts(self) -> tuple[PyTree, ...] | None:
         """The proposer, and the shapes of its parameters, its context and its acceptance."""
         request, model = self._request, self._model
         if request.draft is None:
@@ -222,7 +230,7 @@ class _Programs:
         self._known.append((params, shardings))
         return proposer, params, context, jax.eval_shape(lambda: drafts.acceptance)
 
-    def search(self) -> dict[str, Callable[[], jax.stages.Compiled]]:
+    def search(self) -> Compilers:
         """Functions that compile the programs of a beam search, by name."""
         return search_programs(
             self._request,
@@ -239,12 +247,16 @@ class _Programs:
         most, shape = self._request.logprobs, (self._rows, tokens)
         return None if most is None else jax.eval_shape(lambda: Scores.zeros(shape, most))
 
-    def _row_array(self, dtype: Any, *shape: int) -> Any:
+    def _row_array(self, dtype: DTypeLike, *shape: int) -> PyTree:
         return jax.ShapeDtypeStruct((self._rows, *shape), dtype)
 
     def _compile(
-        self, call: Callable[..., Any], donated: tuple[int, ...], arguments: Any, results: Any
-    ) -> jax.stages.Compiled:
+        self,
+        call: Callable[..., PyTree],
+        donated: tuple[int, ...],
+        arguments: PyTree,
+        results: PyTree,
+    ) -> Compiled:
         """Compile a program with abstract arguments and results."""
         shardings = self._shardings(arguments)
         program = jax.jit(
@@ -256,16 +268,16 @@ class _Programs:
         lowered = program.lower(*abstract_arguments(arguments, shardings))
         return lowered.compile(jax_0_8_compiler_options(self._device))
 
-    def _shardings(self, parts: Any) -> tuple[Any, ...]:
+    def _shardings(self, parts: PyTree) -> tuple[PyTree, ...]:
         """The shardings of a program's arguments or results."""
 
-        def shardings_of(part: Any) -> Any:
+        def shardings_of(part: PyTree) -> PyTree:
             known = next((shardings for tree, shardings in self._known if part is tree), None)
             return jax.tree.map(self._sharding, part) if known is None else known
 
         return tuple(shardings_of(part) for part in parts)
 
-    def _sharding(self, x: Any) -> Any:
+    def _sharding(self, x: jax.ShapeDtypeStruct | np.ndarray) -> Sharding:
         """The sharding of an array whose first axis may be rows."""
         mesh = self._request.spread
         if mesh is None:
@@ -274,7 +286,7 @@ class _Programs:
         return mesh.sharding(mesh.row_spec() if x.shape[:1] in [(n,) for n in batches] else P())
 
 
-def _param_shardings(architecture: Any) -> Any:
+def _param_shardings(architecture: Model) -> Callable[[Mesh], PyTree]:
     """The function that returns a model's parameter shardings for a mesh."""
     shardings = getattr(architecture, "param_shardings", None)
     if shardings is None:

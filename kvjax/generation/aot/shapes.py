@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.state import KVCache
 from kvjax.generation.capacity import capacity_bucket
-from kvjax.generation.model import GenerationDefaults, Model
+from kvjax.generation.model import GenerationDefaults, Model, ModelConfig
 from kvjax.generation.request import GenerationRequest
 from kvjax.layouts import paged
 from kvjax.memory.sizes import as_plannable
@@ -24,8 +25,8 @@ class AbstractModel:
     """A model whose parameters are ``jax.ShapeDtypeStruct``s."""
 
     architecture: Model
-    config: Any
-    params: Any
+    config: ModelConfig
+    params: PyTree
     mesh: Mesh | None
     generation: GenerationDefaults = _DEFAULTS
     tokenizer: Any = None

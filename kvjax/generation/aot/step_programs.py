@@ -6,38 +6,43 @@ The functions return, by name, functions without arguments that compile a progra
 import functools
 from collections.abc import Callable
 from inspect import unwrap
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.stages import Compiled
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from kvjax.generation.beams import programs as beam_programs
 from kvjax.generation.beams.step import SearchParams, initial_state
 from kvjax.generation.drafts import guided as guided_drafts
 from kvjax.generation.guides import session as guided_session
+from kvjax.generation.model import Model
 from kvjax.generation.programs import MAX_STEPS
 from kvjax.generation.request import GenerationRequest
 from kvjax.sampling.scores import Scores
 
 CompileProgram = Callable[
-    [Callable[..., Any], tuple[int, ...], tuple[Any, ...], tuple[Any, ...]], Any
+    [Callable[..., PyTree], tuple[int, ...], tuple[PyTree, ...], tuple[PyTree, ...]], Compiled
 ]
 """Compiles a function, given the indices of donated arguments, the arguments and the results, both
 as shapes."""
+Compilers = dict[str, Callable[[], Compiled]]
+"""Functions that compile a program, by name."""
 
 
 def guided_programs(
     request: GenerationRequest,
-    architecture: Any,
-    params: Any,
-    context: Any,
-    logits: Any,
-    past: Any,
-    progress: Any,
+    architecture: Model,
+    params: PyTree,
+    context: PyTree,
+    logits: PyTree,
+    past: PyTree,
+    progress: PyTree,
     words: int,
-    scores: Any,
+    scores: PyTree,
     compile_program: CompileProgram,
-) -> dict[str, Callable[[], Any]]:
+) -> Compilers:
     """The two programs of a guided step.
 
     Args:
@@ -50,12 +55,12 @@ def guided_programs(
     limit, halt = _shape(jnp.int32), _shape(jnp.bool_, rows)
     allowed, tokens = _shape(jnp.uint32, rows, words), _shape(jnp.int32, rows, 1)
 
-    def feed() -> Any:
+    def feed() -> Compiled:
         call = functools.partial(unwrap(guided_session.forward), architecture)
         return compile_program(call, (1,), (params, context, progress, halt), (context, logits))
 
-    def choose() -> Any:
-        def call(logits: Any, *rest: Any) -> Any:
+    def choose() -> Compiled:
+        def call(logits: PyTree, *rest: PyTree) -> PyTree:
             return unwrap(guided_session.choose)(logits, request.filters, *rest, request.logprobs)
 
         arguments = logits, request.sampling, limit, progress, past, halt, allowed
@@ -66,16 +71,16 @@ def guided_programs(
 
 def drafted_guided_programs(
     request: GenerationRequest,
-    architecture: Any,
-    params: Any,
-    context: Any,
-    past: Any,
-    progress: Any,
+    architecture: Model,
+    params: PyTree,
+    context: PyTree,
+    past: PyTree,
+    progress: PyTree,
     words: int,
     vocab: int,
-    drafts: tuple[Any, ...],
+    drafts: tuple[PyTree, ...],
     compile_program: CompileProgram,
-) -> dict[str, Callable[[], Any]]:
+) -> Compilers:
     """The three programs of a guided step with drafts.
 
     Args:
@@ -94,8 +99,8 @@ def drafted_guided_programs(
     if request.logprobs is not None:
         scores = jax.eval_shape(functools.partial(Scores.zeros, (rows, places), request.logprobs))
 
-    def propose() -> Any:
-        def call(params: Any, context: Any, acceptance: Any, *rest: Any) -> Any:
+    def propose() -> Compiled:
+        def call(params: PyTree, context: PyTree, acceptance: PyTree, *rest: PyTree) -> PyTree:
             return unwrap(guided_drafts.propose)(
                 proposer, params, context, acceptance, request.filters, *rest
             )
@@ -104,13 +109,13 @@ def drafted_guided_programs(
         arguments = draft_params, draft_context, acceptance, *state
         return compile_program(call, (1,), arguments, (drafted, draft_context))
 
-    def feed() -> Any:
+    def feed() -> Compiled:
         call = functools.partial(unwrap(guided_drafts.feed), architecture)
         arguments = params, context, progress, drafted, halt
         return compile_program(call, (1,), arguments, (context, logits))
 
-    def check() -> Any:
-        def call(*arguments: Any) -> Any:
+    def check() -> Compiled:
+        def call(*arguments: PyTree) -> PyTree:
             rows, rest = arguments[:5], arguments[5:]
             (*contexts,), results = unwrap(guided_drafts.verify)(
                 proposer, *rows, request.filters, *rest, request.logprobs
@@ -127,14 +132,14 @@ def drafted_guided_programs(
 
 def search_programs(
     request: GenerationRequest,
-    architecture: Any,
-    params: Any,
-    context: Any,
-    logits: Any,
-    past: Any,
+    architecture: Model,
+    params: PyTree,
+    context: PyTree,
+    logits: PyTree,
+    past: PyTree,
     words: int,
     compile_program: CompileProgram,
-) -> dict[str, Callable[[], Any]]:
+) -> Compilers:
     """The programs of a beam search: the first tokens, and the search or a guided step.
 
     Args:
@@ -152,15 +157,15 @@ def search_programs(
         functools.partial(initial_state, beams=beams, scores=logprobs), real_prompts, lengths
     )
 
-    def columns(width: int) -> Any:
+    def columns(width: int) -> PyTree:
         tokens = _shape(jnp.int32, rows, width)
         if logprobs is None:
             return tokens, tokens, None
         zeros = functools.partial(Scores.zeros, (rows, width), logprobs)
         return tokens, tokens, jax.eval_shape(zeros)
 
-    def begin() -> Any:
-        def call(logits: Any, *rest: Any) -> Any:
+    def begin() -> Compiled:
+        def call(logits: PyTree, *rest: PyTree) -> Compiled:
             arguments, masks = rest[:6], rest[6:]
             return unwrap(beam_programs.begin)(
                 logits, filters, beams, *arguments, logprobs, request.spread, *masks
@@ -171,19 +176,19 @@ def search_programs(
         arguments = logits, *state_arguments, *masks
         return compile_program(call, (4,), arguments, (state, past, columns(1)))
 
-    def loop() -> Any:
+    def loop() -> Compiled:
         call = functools.partial(
             unwrap(beam_programs.search), architecture, filters, beams, scores=logprobs
         )
         arguments = params, context, state, past, request.sampling, search_params, limit, limit
         return compile_program(call, (1, 3), arguments, (context, state, past, columns(MAX_STEPS)))
 
-    def feed() -> Any:
+    def feed() -> Compiled:
         call = functools.partial(unwrap(beam_programs.feed), architecture)
         return compile_program(call, (1,), (params, context, state), (context, logits))
 
-    def choose() -> Any:
-        def call(logits: Any, *rest: Any) -> Any:
+    def choose() -> Compiled:
+        def call(logits: PyTree, *rest: PyTree) -> PyTree:
             return unwrap(beam_programs.choose)(logits, filters, beams, *rest, logprobs)
 
         arguments = logits, context, state, past, request.sampling, search_params, limit, allowed
@@ -194,5 +199,5 @@ def search_programs(
     return {"first tokens": begin, "search": loop}
 
 
-def _shape(dtype: Any, *shape: int) -> Any:
+def _shape(dtype: DTypeLike, *shape: int) -> PyTree:
     return jax.ShapeDtypeStruct(shape, dtype)

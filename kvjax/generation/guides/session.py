@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
+from jaxtyping import PyTree
 
 from kvjax.core.transfer import fetch
-from kvjax.core.typing import Array, PerRow
+from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.context import Context
 from kvjax.generation.guides.masks import GuideMasks, mask_words
 from kvjax.generation.loaded_model import LanguageModel
@@ -22,7 +23,7 @@ from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_and_score, gather_vocab
 from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import DecodeOutput, Session
-from kvjax.sampling.filters import Logits
+from kvjax.sampling.filters import Allowed, Logits
 from kvjax.sampling.history import TokenHistory
 from kvjax.sampling.params import Filters, SamplingArrays
 from kvjax.sampling.scores import Scores
@@ -73,7 +74,7 @@ class GuidedSession(Session):
         finally:
             super().close(texts)
 
-    def _catch_up(self, halt: Any) -> np.ndarray:
+    def _catch_up(self, halt: np.ndarray | Array) -> np.ndarray:
         """Advance the guides past the chosen tokens. Returns bool[batch], rows that have ended."""
         # The next program already runs, and these small arrays have been fetched before.
         tokens, count, done = fetch((self._tokens, self._progress.count, self._progress.done))
@@ -102,7 +103,7 @@ class GuidedSession(Session):
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def forward(
-    model: Model, params: Any, context: Context, progress: Progress, halt: Any
+    model: Model, params: PyTree, context: Context, progress: Progress, halt: RowMask
 ) -> tuple[Context, Logits]:
     """Process the newest token of each unfinished row, and return the logits after it."""
     lengths: PerRow = (~(progress.done | halt)).astype(jnp.int32)
@@ -118,8 +119,8 @@ def choose(
     limit: Array,
     progress: Progress,
     past: TokenHistory | None,
-    halt: Any,
-    allowed: Any,
+    halt: RowMask,
+    allowed: Allowed,
     logprobs: int | None,
 ) -> tuple[Progress, TokenHistory | None, Array, Scores | None]:
     """Choose the next token of each unfinished row among the allowed ones. Tokens and scores have
