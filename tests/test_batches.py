@@ -194,7 +194,7 @@ def test_wrong_arguments_are_told_at_once(tiny_llama, wrong, message):
         kvjax.generate_batches(tiny_llama, ["abc"], **wrong)
     with pytest.raises(ValueError, match="prompts are a text, a list of texts"):
         next(kvjax.generate_batches(tiny_llama, [None]))
-    with pytest.raises(ValueError, match="is a KVCache to go on from, got 'static'"):
+    with pytest.raises(ValueError, match="must be a KVCache, got 'static'"):
         kvjax.Batch("a", "static")
 
 

@@ -651,10 +651,10 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ([[-1]], {}, "token id -1 is out of range"),
         ([1, 2], {}, "prompt 0 must be a text or a list of token ids, got 1"),
         ([[1.5]], {}, "prompt 0 must be a text or a list of token ids"),
-        ("a", {"max_new_tokens": 0}, "max_new_tokens must be .* at least 1, got 0"),
-        ("a", {"max_new_tokens": -3}, "max_new_tokens must be .* at least 1, got -3"),
-        ("a", {"min_new_tokens": -1}, "min_new_tokens must be .* at least 0, got -1"),
-        ("a", {"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens only 5"),
+        ("a", {"max_new_tokens": 0}, "max_new_tokens must be .* >= 1, got 0"),
+        ("a", {"max_new_tokens": -3}, "max_new_tokens must be .* >= 1, got -3"),
+        ("a", {"min_new_tokens": -1}, "min_new_tokens must be .* >= 0, got -1"),
+        ("a", {"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens is only 5"),
         ("a", {"prefill_chunk": 0}, "prefill_chunk must be"),
         ("a", {"max_len": 0}, "max_len must be"),
         (["a", "abcdef"], {"max_len": 9}, "6 tokens of prompt and max_new_tokens=5 need 10 pos"),
@@ -710,7 +710,7 @@ def test_texts_need_a_tokenizer():
     lm = scripted([1, 2, 3], tokenizer=None, vocab_size=8)
     with pytest.raises(ValueError, match="no tokenizer: give prompts as lists of token ids"):
         generate(lm, "a")
-    with pytest.raises(ValueError, match="no tokenizer, so there is no text"):
+    with pytest.raises(ValueError, match="no tokenizer, so stop strings"):
         generate(lm, [[1]], stop="a")
 
 

@@ -194,7 +194,7 @@ def test_prefill_gives_a_cache_and_what_follows(lm):
 
 
 WRONG = {
-    "too few": ((PROMPTS, [[1]]), "2 prompts and 1 entries"),
+    "too few": ((PROMPTS, [[1]]), "2 prompts, but 1 entries"),
     "none": ((PROMPTS, [[[1]], []]), "prompt 1 has no continuations"),
     "an empty one": ((PROMPTS, [[[1], []], [2]]), "of prompt 0 continuation 1 is empty"),
     "no token": ((PROMPTS, [[1], [999]]), "token id 999 is out of range"),

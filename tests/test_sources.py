@@ -200,7 +200,7 @@ def test_what_the_model_says_of_itself() -> None:
 def test_bad_input(tmp_path: Any) -> None:
     lm = t5()
     read = lm.reading(TEXTS)
-    unread = "encoder has read no text: lm.reading"
+    unread = "encoder has read no text: call lm.reading"
     pages = dict(pages=8, max_len=64)
     reader, (tokens, lengths) = lm.architecture.read, lm.encode(TEXTS)
     empty = lambda room: kvjax.init_cache(CONFIG, batch=2, max_len=room)  # noqa: E731
@@ -212,25 +212,27 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: kvjax.score(lm, TEXTS, TEXTS): unread,
         lambda: kvjax.rollout(lm, lm.params, TEXTS, max_new_tokens=4): unread,
         lambda: kvjax.compile(lm, max_len=64, batch=2): unread,
-        lambda: kvjax.evaluate(lm, TEXTS[0], {"int8": "quantized"}): "an evaluation is of models w",
-        lambda: measure(lm, {"raw": "static"}): "a measurement is of models without an enc",
+        lambda: kvjax.evaluate(
+            lm, TEXTS[0], {"int8": "quantized"}
+        ): "an evaluation does not support models w",
+        lambda: measure(lm, {"raw": "static"}): "a measurement does not support models with an enc",
         lambda: of_decoder(read, TARGET[:1]): "has read 2 texts, and this call has 1 row",
-        lambda: written(lm, cache=written(lm).cache): "continue was given to a model whose encod",
+        lambda: written(lm, cache=written(lm).cache): "a cache was given, but the model's encod",
         lambda: kvjax.PrefixTree(lm, **pages): "trees of prefixes, and engines, tell texts",
         lambda: kvjax.PrefixTree(read, **pages): "trees of prefixes, and engines, tell texts",
-        lambda: written(lm, cache="auto"): "moves layers as a text grows",
+        lambda: written(lm, cache="auto"): "moves layers as a sequence grows",
         lambda: lm.reading(
             TEXTS, kvjax.policy("auto", memory=9999)
-        ): "moves layers as a text grows",
+        ): "moves layers as a sequence grows",
         lambda: written(lm, limits=InferenceLimits(max_seq_len=100)): "need 150 positions, but max",
         lambda: written(lm, limits=small): r"the cache would take 262,144 bytes of the device",
-        lambda: read.on(kvjax.make_mesh(data=2)): "what the encoder has read is where the model w",
-        lambda: written(read, [[0]] * 2, mesh=kvjax.make_mesh(data=2)): "move that first",
-        lambda: read.with_params(lm.params): "goes by the parameters that it had",
-        lambda: read.put(lm.params): "goes by the parameters that it had",
+        lambda: read.on(kvjax.make_mesh(data=2)): "the encoder's cache can't be moved",
+        lambda: written(read, [[0]] * 2, mesh=kvjax.make_mesh(data=2)): "move the model first",
+        lambda: read.with_params(lm.params): "read its texts with other parameters",
+        lambda: read.put(lm.params): "read its texts with other parameters",
         lambda: kvjax.rollout(
             read, lm.params, [[0]] * 2, max_new_tokens=4
-        ): "that it had: give oth",
+        ): "set the new ones first",
         lambda: reader(lm.params, tokens, lengths, empty(40)): "room for 40 tokens",
         lambda: reader(lm.params, tokens, lengths, read.params["source"]): "has texts already",
         lambda: reader(lm.params, tokens + 60, lengths, empty(150)): "token id .* the vocabulary h",

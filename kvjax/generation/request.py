@@ -307,7 +307,7 @@ def prompt_chunks(request: GenerationRequest, cached: np.ndarray | int = 0) -> l
         for row, ids in enumerate(prompts):
             tokens[row, : real[row]] = ids[start : start + size]
         ends = (lengths > start) & (lengths <= start + size)
-        tokens = Device(spread=request.spread).put(tokens)
+        on_device: jax.Array = Device(spread=request.spread).put(tokens)
         filled = request.cache_lengths + cached + np.minimum(lengths, start + size)
-        chunks.append(PromptChunk(tokens, real, ends, int(filled.max())))
+        chunks.append(PromptChunk(on_device, real, ends, int(filled.max())))
     return chunks
