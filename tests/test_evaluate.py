@@ -104,7 +104,7 @@ def test_a_text_of_which_nothing_is_encoded_is_refused(embedded, tokens):
     """It would look exact: all that is seen is in the raw tail."""
     exact = kvjax.policy(bits=1, prefill="exact")
     for policy, context in ((kvjax.policy(bits=1), 129), (exact, 200)):
-        with pytest.raises(ValueError, match=rf"lossy: in {context} tokens no prediction looks at"):
+        with pytest.raises(ValueError, match=rf"lossy: in {context} tokens no prediction sees"):
             evaluate(embedded, tokens, {"raw": "static", "lossy": policy}, context=context)
     one = evaluate(embedded, tokens, {"": kvjax.policy(bits=1)}, context=130, windows=1)[""]
     assert one.bytes.encoded == 64 and one.overall.mean_kl > 0
@@ -165,8 +165,8 @@ def test_policies_in_words():
 @pytest.mark.parametrize(
     ("text", "settings", "message"),
     [
-        ([5], {}, "a text of 1 tokens: there is nothing to predict"),
-        ([5, 99999], {}, "token 99999: the vocabulary has 4096"),
+        ([5], {}, "the text needs at least 2 tokens, got 1"),
+        ([5, 99999], {}, "token id 99999 is out of range: the vocabulary has 4096"),
         ([5] * 9, {"context": 1}, "context must be an integer >= 2, got 1"),
         ([5] * 9, {"chunk": 0}, "chunk must be an integer >= 1, got 0"),
         ([5] * 9, {"windows": 0}, "windows must be an integer >= 1, got 0"),

@@ -267,7 +267,7 @@ def test_one_text_is_evaluated_on_tensor_and_sequence(tiny_llama):
     for name, tolerance in (("8 bits", 1e-4), ("4 bits", 1e-3)):
         wanted = one[name].overall.perplexity
         assert many[name].overall.perplexity == pytest.approx(wanted, rel=tolerance)
-    with pytest.raises(ValueError, match="one text is evaluated, which a mesh can't divide"):
+    with pytest.raises(ValueError, match="a mesh can't divide a single text"):
         kvjax.evaluate(tiny_llama.on(kvjax.make_mesh(data=2)), **settings)
 
 

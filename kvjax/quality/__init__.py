@@ -1,1 +1,1 @@
-"""What a lossy cache costs in quality: measured, and reported."""
+"""The effect of lossy caches on predictions: measurements and reports."""

@@ -1,8 +1,8 @@
-"""Quality of caches: what a policy does to a model's predictions on a text, beside its bytes.
+"""Measure how a cache policy changes a model's predictions on a text.
 
-Under the rule of sight a pass over a text in chunks gives the logits that decoding it token by
-token would give, so one pass measures a policy. Every policy is fed the same windows of the text,
-in step with a full-precision cache that its predictions are compared with.
+Under the rule of sight, a pass over a text in chunks gives the same logits as decoding it token by
+token, so one pass measures a policy. Each policy reads the same windows of the text, and its
+predictions are compared with a full-precision cache's.
 """
 
 import functools
@@ -34,7 +34,7 @@ from kvjax.policies.presets import PolicyChoice
 from kvjax.quality.metrics import Quality, cache_bytes, compute_quality, seen_encoded
 
 CHUNK = 256
-"""Tokens of a pass's calls."""
+"""Tokens per call."""
 
 
 @without_mesh_context
@@ -48,23 +48,23 @@ def evaluate(
     chunk: int = CHUNK,
     time_steps: int = 0,
 ) -> dict[str, Quality]:
-    """Compare cache policies on a text: the figures of each, by its name.
+    """Compare cache policies on a text; return the metrics of each policy by name.
 
-    The text is cut into windows of ``context`` tokens, each with a cache of its own; what is left
-    over at the end is not used, unless it is all there is. Every token but the first of its window
-    counts.
+    The text is cut into windows of ``context`` tokens, each with a new cache. An incomplete window
+    at the end is dropped, unless it is the only one. The first token of a window is not predicted.
 
     Args:
       lm: the model, on one device or on a mesh that does not divide rows.
-      text: as words, or as token ids.
-      policies: by name. Full precision is measured in any case, as what they are compared with.
-      context: tokens of a window; by default the model's limit, and 2,048 where it has none.
-      windows, chunk: how many windows at most, by default all; tokens of a call.
-      time_steps: how many decode steps to time at the end of a window; 0 for none.
+      text: a string, or token ids.
+      policies: by name. Full precision is always measured, as the reference.
+      context: tokens per window; by default the model's limit, or 2,048 without a limit.
+      windows: the largest number of windows; by default all.
+      chunk: tokens per call.
+      time_steps: number of decode steps to time at the end of a window; 0 for none.
 
     Raises:
       ValueError: if the text has fewer than two tokens, a number is out of range, or no
-        prediction sees what a policy encodes.
+        prediction of a lossy policy sees encoded tokens.
     """
     refuse_encoder("an evaluation", lm)
     check_device(lm)
@@ -80,75 +80,77 @@ def evaluate(
     count = count if windows is None else min(count, as_int("windows", windows, 1))
     cut = np.asarray(tokens[: count * context], np.int32).reshape(count, context)
     if lm.mesh is not None and lm.mesh.shape.get(DATA, 1) > 1:
-        raise ValueError("one text is evaluated, which a mesh can't divide along data: use tensor")
+        raise ValueError("a mesh can't divide a single text along data: use a mesh along tensor")
     empty = functools.partial(init_cache, lm.config, max_len=context, mesh=lm.mesh)
-    found: dict[str, list[Array]] = {name: [] for name in policies}
-    compared, total = 0, count * context * len(policies)
+    comparisons: dict[str, list[Array]] = {name: [] for name in policies}
+    done, total = 0, count * context * len(policies)
     last: Array | None = None
     caches = {name: empty(policy) for name, policy in policies.items()}
     for name, cache in caches.items():
         _check_encodes(name, cache, context, chunk)
     full = empty(CachePolicy())
-    of_full = cache_bytes(unstacked_shapes(full), context)
+    full_bytes = cache_bytes(unstacked_shapes(full), context)
     for number, window in enumerate(cut):
         if number:
             full = empty(CachePolicy())
             caches = {name: empty(policy) for name, policy in policies.items()}
-        following = np.roll(window, -1)  # what follows the last token does not count
-        # Logits are larger than caches: they are compared chunk by chunk.
+        targets = np.roll(window, -1)  # the target of the last token is not used
+        # Compare chunk by chunk, because logits take more memory than caches.
         for start in range(0, context, chunk):
             part = window[None, start : start + chunk]
-            target = following[start : start + chunk]
+            target = targets[start : start + chunk]
             place = f"window {number + 1} of {count}"
-            report_progress(f"evaluating full precision, {place}", compared, total, last)
-            wanted, full = _logits(lm.architecture, lm.params, part, full)
+            report_progress(f"evaluating full precision, {place}", done, total, last)
+            exact, full = _logits(lm.architecture, lm.params, part, full)
             for name in policies:
-                report_progress(f"evaluating {name}, {place}", compared, total, last)
+                report_progress(f"evaluating {name}, {place}", done, total, last)
                 caches[name] = grow_to_hold(caches[name], start + part.shape[1], context)
                 logits, caches[name] = _logits(lm.architecture, lm.params, part, caches[name])
-                found[name].append(last := _compared(wanted, logits, target))
-                compared += len(target)
+                comparisons[name].append(last := _compare(exact, logits, target))
+                done += len(target)
         for name, cache in {"full precision": full, **caches}.items():
             check_named(name, cache)
-    report_progress("evaluating", compared, total, last)
+    report_progress("evaluating", done, total, last)
     return {
         name: compute_quality(
-            np.concatenate(found[name], axis=1).reshape(4, count, context)[:, :, :-1],
+            np.concatenate(comparisons[name], axis=1).reshape(4, count, context)[:, :, :-1],
             cache_bytes(unstacked_shapes(caches[name]), context),
             _step_ms(lm, name, caches[name], cut[-1, -1:], time_steps) if time_steps else None,
-            of_full,
+            full_bytes,
         )
         for name in policies
     }
 
 
 def unstacked_shapes(cache: KVCache) -> KVCache:
-    """A cache whose figures are told: of stacks, the layers' own, as shapes."""
+    """The shapes of a cache with separate layers, to compute sizes per layer."""
     return cache if cache.stacks is None else jax.eval_shape(unstack, cache)
 
 
 def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
-    """Raise ``ValueError`` for a lossy policy of which no prediction sees anything: it would look
-    exact."""
+    """Raise ``ValueError`` for a lossy policy whose encoded tokens no prediction sees.
+
+    Such a policy would look exact.
+    """
     lossy = [x for x in cache.layers if x.policy.keys.blockwise or x.policy.values.blockwise]
     narrow = any((layer.policy.layout.window or context) < context for layer in cache.layers)
-    alike = {(held.policy, held.window): held for held in lossy}
+    distinct = {(layer.policy, layer.window): layer for layer in lossy}
     seen = (
-        seen_encoded(held, at, at // chunk * chunk if held.policy.prefill == "exact" else at)
-        for held in alike.values()
-        for at in reversed(range(context - 1))  # the last one's prediction does not count
+        seen_encoded(layer, at, at // chunk * chunk if layer.policy.prefill == "exact" else at)
+        for layer in distinct.values()
+        for at in reversed(range(context - 1))  # the prediction of the last token is not used
     )
     if lossy and not narrow and not any(seen):
         policy = lossy[0].policy
         raise ValueError(
-            f"{name}: in {context} tokens no prediction looks at one that was encoded, for all "
-            f"stand raw in its own block of {policy.block}, the {policy.recent} before it, or its "
-            "call: take a longer context or smaller blocks"
+            f"{name}: in {context} tokens no prediction sees an encoded token: all are in the "
+            f"query's own block of {policy.block}, in the {policy.recent} before it, or in the same "
+            "call. Use a longer context or smaller blocks"
         )
 
 
 def grow_to_hold(cache: KVCache, tokens: int, context: int) -> KVCache:
-    """The cache, doubled until it holds so many tokens."""
+    """Double the capacity of a cache until it holds ``tokens``."""
     to = cache.max_len
     while to < tokens:
         to *= 2
@@ -161,18 +163,17 @@ def _logits(model: Model, params: Any, tokens: Array, cache: KVCache) -> tuple[A
 
 
 @jax.jit
-def _compared(wanted: Array, logits: Array, target: Array) -> Array:
-    """float32[4, new]: nats of the target with either, divergence, and whether the first agree."""
-    true, other = (jax.nn.log_softmax(x[0].astype(jnp.float32)) for x in (wanted, logits))
-    nats = [-jnp.take_along_axis(x, target[:, None], axis=1)[:, 0] for x in (true, other)]
-    divergence = jnp.sum(jnp.exp(true) * (true - other), axis=-1)
-    same = jnp.argmax(true, axis=-1) == jnp.argmax(other, axis=-1)
+def _compare(exact: Array, logits: Array, target: Array) -> Array:
+    """float32[4, new]: the target's nats under both logits, the divergence, and top-1 agreement."""
+    p, q = (jax.nn.log_softmax(x[0].astype(jnp.float32)) for x in (exact, logits))
+    nats = [-jnp.take_along_axis(x, target[:, None], axis=1)[:, 0] for x in (p, q)]
+    divergence = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
+    same = jnp.argmax(p, axis=-1) == jnp.argmax(q, axis=-1)
     return jnp.stack([*nats, divergence, same.astype(jnp.float32)])
 
 
 def _step_ms(lm: LanguageModel, name: str, cache: KVCache, token: np.ndarray, steps: int) -> float:
-    """The median milliseconds of a decode step, the first of which is not counted, over the last
-    tokens of a text."""
+    """The median milliseconds of a decode step at the end of a text, without the first step."""
     steps = min(steps, int(rewindable(cache)[0]))
     cache, times = rewind(cache, steps), []
     for number in range(steps):
@@ -191,15 +192,17 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
         text = lm.tokenizer.encode(text)
     tokens = [int(token) for token in text]
     if len(tokens) < 2:
-        raise ValueError(f"a text of {len(tokens)} tokens: there is nothing to predict")
+        raise ValueError(f"the text needs at least 2 tokens, got {len(tokens)}")
     wrong = [token for token in tokens if not 0 <= token < lm.config.vocab_size]
     if wrong:
-        raise ValueError(f"token {wrong[0]}: the vocabulary has {lm.config.vocab_size}")
+        raise ValueError(
+            f"token id {wrong[0]} is out of range: the vocabulary has {lm.config.vocab_size} tokens"
+        )
     return tokens
 
 
 def check_named(name: str, cache: KVCache) -> None:
-    """``kvjax.check``, with the policy's name in what it raises."""
+    """``kvjax.check`` with the policy's name in the error."""
     try:
         check(cache)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Figures of a lossy cache: from those of single tokens, and its bytes."""
+"""Metrics of a lossy cache: perplexity, divergence and bytes."""
 
 import math
 from collections.abc import Mapping
@@ -14,17 +14,17 @@ from kvjax.memory.sizes import token_bytes
 from kvjax.policies.cache_policy import CachePolicy
 
 FIRST_RANGE = 512
-"""Positions of the first range that figures are given for; each further one ends twice as far."""
+"""Positions in the first range of ``Quality.by_position``; each further range doubles the end."""
 
 
 @dataclass(frozen=True)
 class PredictionMetrics:
-    """What a policy does to the predictions of some tokens.
+    """How a policy changes the predictions of some tokens.
 
-    ``tokens``: how many. ``perplexity``: of the text. ``mean_kl``, ``median_kl``, ``high_kl``: the
-    Kullback-Leibler divergence of the predictions from those with the full-precision cache, in
-    nats: mean, median and 99.9th percentile. ``top1``: the share of tokens at which both predict
-    the same one first. ``perplexity_ratio``: to the full-precision cache's.
+    ``tokens``: their number. ``perplexity``: of the text. ``perplexity_ratio``: relative to the
+    full-precision cache. ``mean_kl``, ``median_kl``, ``high_kl``: mean, median and 99.9th
+    percentile of the Kullback-Leibler divergence from the full-precision predictions, in nats.
+    ``top1``: fraction of tokens where both predict the same token first.
     """
 
     tokens: int
@@ -38,12 +38,15 @@ class PredictionMetrics:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """What a cache takes. ``body``: bytes a token of all layers, ``scales`` of them scales, zero
-    points and means; ``tail``: bytes a row, however long its text; ``of_bfloat16``: the body's
-    bytes to those of the same numbers in bfloat16. Of a text of ``tokens``: ``encoded``, how many
-    of them its last query sees as a codec gives them back, in the layer that has the most;
-    ``row``: bytes of its tail and of what it fills of the body; ``row_of_bfloat16``: to those of
-    all its tokens in bfloat16."""
+    """Bytes of a cache.
+
+    Per token of all layers: ``body``, ``scales`` (its scales, zero points and means), and
+    ``of_bfloat16``, the body relative to bfloat16. Per row: ``tail``, at any length.
+
+    For a row of ``tokens``: ``encoded``, the number of tokens that the last query sees in encoded
+    form, in the layer with the most; ``row``, the bytes of its tail and of the filled part of its
+    body; ``row_of_bfloat16``, relative to all its tokens in bfloat16.
+    """
 
     body: float
     scales: float
@@ -57,9 +60,12 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class Quality:
-    """A policy's figures: over all tokens, by range of positions (the keys are where ranges end),
-    its bytes, the median milliseconds of a decode step at the end of a window, if asked, and the
-    bytes of the full-precision cache of the same text, where that is one of kvjax."""
+    """The metrics of a policy.
+
+    ``overall``: of all tokens. ``by_position``: of ranges of positions, by the end of the range.
+    ``bytes``: of its cache. ``step_ms``: median milliseconds of a decode step at the end of a
+    window, if timed. ``full``: bytes of the full-precision cache, if it is one of kvjax.
+    """
 
     overall: PredictionMetrics
     by_position: dict[int, PredictionMetrics]
@@ -74,49 +80,51 @@ def compute_quality(
     step_ms: float | None = None,
     full: CacheBytes | None = None,
 ) -> Quality:
-    """Figures from those of single tokens.
+    """Metrics from per-token comparisons.
 
-    ``each``: float[4, windows, tokens]: nats of the token that came, with full precision and with
-    the policy, the divergence, and whether both predict the same first.
+    ``each``: float[4, windows, tokens]: the target's nats with full precision and with the policy,
+    the divergence, and whether both predict the same token first.
     """
     by_position, start, context = {}, 0, each.shape[2] + 1
     while start < context:
         end = min(max(FIRST_RANGE, 2 * start), context)
-        by_position[end] = _figures(each[:, :, start:end].reshape(4, -1))
+        by_position[end] = _metrics(each[:, :, start:end].reshape(4, -1))
         start = end
-    return Quality(_figures(each.reshape(4, -1)), by_position, size, step_ms, full)
+    return Quality(_metrics(each.reshape(4, -1)), by_position, size, step_ms, full)
 
 
 def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
-    """Bytes of a cache, a token and a row, and of a row's text of so many tokens."""
+    """Bytes of a cache per token, per row, and of a row with ``tokens``."""
     body = scales = tail = raw = row = 0.0
     encoded = 0
     for layer in cache.layers:
         policy, stored = layer.policy, token_bytes(layer, (layer.keys, layer.values))
-        own, filled = tree_bytes(layer.tail) / cache.batch, _in_body(policy, tokens)
-        body, tail, row = body + stored, tail + own, row + own + filled * stored
+        own_tail, filled = tree_bytes(layer.tail) / cache.batch, _in_body(policy, tokens)
+        body, tail, row = body + stored, tail + own_tail, row + own_tail + filled * stored
         if policy.keys.blockwise or policy.values.blockwise:
             encoded = max(encoded, seen_encoded(layer, tokens - 1, tokens))
         raw += 2 * 2 * layer.kv_heads * layer.head_dim
         for store, codec in ((layer.keys, policy.keys), (layer.values, policy.values)):
             if codec.blockwise:
-                wide = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
-                scales += token_bytes(layer, wide)
+                not_codes = [leaf for leaf in jax.tree.leaves(store) if leaf.dtype.itemsize > 1]
+                scales += token_bytes(layer, not_codes)
     share = row / (raw * tokens)
     return CacheBytes(body, scales, tail, body / raw, tokens, encoded, row, share)
 
 
-def seen_encoded(held: LayerCache, at: int, call: int) -> int:
-    """Tokens that the query at a position sees through a layer's codecs; all from ``call`` on,
-    where its call begins, are raw."""
-    policy, layout = held.policy, held.policy.layout
+def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
+    """The number of tokens that the query at position ``at`` sees in encoded form.
+
+    ``call``: the first position that is raw because it is in the same call.
+    """
+    policy, layout = layer.policy, layer.policy.layout
     raw = min(max(at // policy.block - policy.recent, 0) * policy.block, call)
-    window = min(layout.window or at + 1, held.window or at + 1)
+    window = min(layout.window or at + 1, layer.window or at + 1)
     return max(raw - max(at - window + 1, layout.sinks), 0)
 
 
 def _in_body(policy: CachePolicy, tokens: int) -> int:
-    """Tokens of a text that stand in a layer's body."""
+    """The number of a row's tokens that are in the body of a layer."""
     if not policy.has_tail:
         return min(tokens, policy.stored_layout.slots)
     split = policy.split
@@ -125,7 +133,7 @@ def _in_body(policy: CachePolicy, tokens: int) -> int:
 
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
-    """The policies that no other beats in both bytes and mean divergence, fewest bytes first."""
+    """The policies that no other beats in both bytes and mean divergence, smallest first."""
     at = {name: (each.bytes.body, each.overall.mean_kl) for name, each in qualities.items()}
     front: list[str] = []
     for name in sorted(at, key=at.__getitem__):
@@ -134,12 +142,12 @@ def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     return front
 
 
-def _figures(each: np.ndarray) -> PredictionMetrics:
-    plain, nats, divergence, same = each.astype(np.float64)
+def _metrics(each: np.ndarray) -> PredictionMetrics:
+    exact_nats, nats, divergence, same = each.astype(np.float64)
     return PredictionMetrics(
         tokens=len(nats),
         perplexity=math.exp(nats.mean()),
-        perplexity_ratio=math.exp(nats.mean() - plain.mean()),
+        perplexity_ratio=math.exp(nats.mean() - exact_nats.mean()),
         mean_kl=float(divergence.mean()),
         median_kl=float(np.median(divergence)),
         high_kl=float(np.quantile(divergence, 0.999)),

@@ -1,4 +1,4 @@
-"""Qualities of caches as a table and as a plot."""
+"""Metrics of cache policies as tables and a plot."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,14 @@ DEFAULT_POLICIES = (
 
 
 def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
-    """A heading, a row of full precision, and a row a policy: bytes of a row's text in all, and to
-    those in bfloat16, how many of its tokens were encoded, and what that did."""
+    """The main table: a heading, full precision, and one row per policy.
+
+    Columns: bytes of a row, relative to bfloat16, encoded tokens, perplexity, divergence, top-1.
+    """
     first = next(iter(qualities.values()))
-    plain, timed = first.overall, any(each.step_ms is not None for each in qualities.values())
+    overall, timed = first.overall, any(each.step_ms is not None for each in qualities.values())
     head = ["policy", "kB a row", "of bf16", "encoded", "perplexity", "mean KL", "top-1"]
-    exact = [f"{plain.perplexity / plain.perplexity_ratio:.3f}", "0", "100.00 %"]
+    exact = [f"{overall.perplexity / overall.perplexity_ratio:.3f}", "0", "100.00 %"]
     rows = [head, ["full precision", *_size_row(first.full), *exact]]
     for name, each in qualities.items():
         f = each.overall
@@ -40,7 +42,7 @@ def _size_row(b: CacheBytes | None) -> list[str]:
 
 
 def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
-    """The mean divergence by range of positions: a heading, and a row a policy."""
+    """Mean divergence by range of positions: a heading, and one row per policy."""
     ends = list(next(iter(qualities.values())).by_position)
     starts = [0, *ends]
     head = [f"{start}-{end - 1}" for start, end in zip(starts, ends, strict=False)]
@@ -52,7 +54,7 @@ def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
 
 
 def format_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as aligned columns."""
+    """Format rows of cells as aligned columns."""
     padded = []
     for number, column in enumerate(zip(*rows, strict=True)):
         width, pad = max(map(len, column)), str.rjust if number else str.ljust
@@ -60,13 +62,13 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in zip(*padded, strict=True))
 
 
-def as_dicts(found: Mapping[str, Any]) -> dict[str, Any]:
-    """All figures of each policy (of any dataclass), to be written as JSON."""
-    return {name: asdict(each) for name, each in found.items()}
+def as_dicts(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a dataclass per policy to dicts, for JSON."""
+    return {name: asdict(result) for name, result in results.items()}
 
 
 def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "") -> None:
-    """Draw divergence against bytes, with the front of policies that no other beats."""
+    """Plot divergence against bytes, with the Pareto front."""
     plt = pyplot()
     figure, axes = plt.subplots(figsize=(7.5, 4.8), layout="constrained")
     front = pareto_front(qualities)
@@ -77,10 +79,10 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
         labels.append(axes.annotate(name, at, (7, -3), textcoords="offset points", fontsize=8))
     axes.plot(
         *zip(*(points[name] for name in front), strict=True),
-        "-", color="tab:blue", linewidth=1, label="no other is better in both",
+        "-", color="tab:blue", linewidth=1, label="Pareto front",
     )  # fmt: skip
     axes.set(
-        xlabel="bytes of a token behind the tail, % of bfloat16", yscale="log",
+        xlabel="bytes per token of the body, % of bfloat16", yscale="log",
         ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
     )  # fmt: skip
     axes.margins(x=0.1, y=0.1)
@@ -92,14 +94,14 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
 
 
 def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
-    """Move each label as near to its point as it covers no other and no point, inside the axes."""
+    """Move each label close to its point, without covering others or leaving the axes."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure
-    figure.canvas.draw()  # lays the axes out, by which pixels go
-    size = figure.dpi * 7 / 72 / 2  # of a marker, half
+    figure.canvas.draw()  # computes the layout in pixels
+    radius = figure.dpi * 7 / 72 / 2  # of a marker
     places = [axes.transData.transform(at) for at in points]
-    taken: list[Any] = [Bbox.from_extents(*(at - size), *(at + size)) for at in places]
+    taken: list[Any] = [Bbox.from_extents(*(at - radius), *(at + radius)) for at in places]
     frame = axes.get_window_extent()
     for label in labels:
         for up, (right, side) in itertools.product(
