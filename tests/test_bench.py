@@ -105,8 +105,8 @@ def test_without_prefill_and_with_a_sampler(tiny_llama):
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.01}
     told: list[str] = []
     found = bench.measure(
-        tiny_llama, {"a": "static"}, prompts=[62, 62], prefill=False, told=told.append, **sampling,
-        **QUICK,
+        tiny_llama, {"a": "static"}, prompts=[62, 62], prefill=False, callback=told.append,
+        **sampling, **QUICK,
     )  # fmt: skip
     (cell,) = found.cells
     assert (cell.prefill_ms, cell.prefill_tokens_per_second, cell.steps) == (None, None, 3)
@@ -122,12 +122,12 @@ def test_prompts_that_the_model_is_not_made_for(tiny_llama):
     found = bench.measure(tiny_llama, {"a": "static"}, prompts=(600, 8), **QUICK)
     assert [cell.prompt for cell in found.cells] == [8]
     assert found.left_out == (
-        "a prompt of 600 tokens is left out: the model was made for texts of 512",
+        "a prompt of 600 tokens is left out: the model was trained for 512 tokens",
     )
     learned = SimpleNamespace(position_limit=64)
     kept, left_out = measuring._fitting(learned, [60, 61, 62], 3)
     assert kept == [60, 61]
-    assert "62 tokens is left out: with 3 steps it would pass the model's 64" in left_out[0]
+    assert "62 tokens is left out: with 3 steps it exceeds the model's 64" in left_out[0]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decode and prefill, timed on the device at hand; ``kvjax.bench.measure`` gives the figures."""
+"""Decode and prefill times on the current device; ``kvjax.bench.measure`` measures them."""
 
 from kvjax.bench.bandwidth import (
     Bandwidth,

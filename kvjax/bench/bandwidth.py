@@ -1,5 +1,4 @@
-"""How fast a device reads and copies its memory, the ceiling of a decode step, and how much of it
-was ever in use."""
+"""Memory bandwidth of a device, which bounds a decode step, and its peak memory use."""
 
 import os
 import sys
@@ -16,14 +15,16 @@ import numpy as np
 from kvjax.core.validation import as_int
 
 ARRAY_BYTES = 2**28
-"""Of the array that is read: far more than caches of processors hold."""
+"""Default size of the array: much larger than processor caches."""
 
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """Bytes a second: ``read``, the best of the reductions; ``copy``, the best of the copies, what
-    is read and what is written counted; ``methods``, each by its name, of arrays of
-    ``array_bytes``."""
+    """Memory bandwidth in bytes per second.
+
+    ``read``: the fastest reduction. ``copy``: the fastest copy, counting bytes read and written.
+    ``methods``: every method by name. ``array_bytes``: size of the array.
+    """
 
     read: float
     copy: float
@@ -32,10 +33,11 @@ class Bandwidth:
 
 
 def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandwidth:
-    """Measure the default device: each method is a lower bound, so the best of them is taken.
+    """Measure the default device.
 
-    On a CPU, where a compiled reduction may not keep all cores busy, reductions of NumPy, a thread
-    a core, are tried as well. A figure is the shortest of ``repeats`` calls.
+    Every method is a lower bound, so the fastest counts, and of each method the fastest of
+    ``repeats`` calls. On a CPU, a compiled reduction may not use all cores, so multithreaded NumPy
+    reductions are tried too.
 
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.
@@ -50,13 +52,13 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
 
 
 def best_seconds(call: Callable[[], Any], repeats: int) -> float:
-    """The shortest of ``repeats`` calls, after one that is not counted."""
+    """The time of the fastest of ``repeats`` calls, after a warm-up call."""
     call()
     return min(timeit.repeat(call, number=1, repeat=repeats))
 
 
 def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes a second that a jitted reduction reads from an array, by method."""
+    """Bytes per second that jitted reductions read from an array, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
 
     def speed(reduction: Callable[..., Any]) -> float:
@@ -67,17 +69,17 @@ def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes a second that jitted copies read and write, by method."""
+    """Bytes per second that jitted copies read and write, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
 
     def speed(copied: Callable[..., Any]) -> float:
-        # Into an array that is there: asking for new pages at every call is slower than copying.
+        # Donate the output, because allocating new memory pages is slower than copying.
         into = jax.jit(lambda x, old: copied(x), donate_argnums=1, keep_unused=True)
-        held = jnp.zeros_like(array)
+        output = jnp.zeros_like(array)
 
         def call() -> None:
-            nonlocal held
-            held = into(array, held).block_until_ready()
+            nonlocal output
+            output = into(array, output).block_until_ready()
 
         return 2 * array.nbytes / best_seconds(call, repeats)
 
@@ -85,7 +87,7 @@ def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes a second that reductions of NumPy read from an array, a thread a core, by method."""
+    """Bytes per second that NumPy reductions with a thread per core read, by method."""
     array = np.ones(nbytes // 4, np.float32)
     allowed = getattr(os, "sched_getaffinity", None)  # the cores this process may run on
     threads = len(allowed(0)) if allowed else os.cpu_count() or 1
@@ -99,8 +101,11 @@ def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def peak_memory() -> tuple[int | None, str]:
-    """The most bytes in use since the process began, and of what: the device's memory where it
-    says, otherwise the process's resident set; None where neither is told."""
+    """The peak bytes in use since the process started, and where they were counted.
+
+    That is the device if it reports its peak, otherwise the process's resident set. The bytes are
+    None if neither is known.
+    """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:
         return int(stats["peak_bytes_in_use"]), "device"

@@ -1,29 +1,27 @@
-"""Decode and prefill, timed on the device at hand: by batch, length of the prompt, and policy.
+"""Decode and prefill times on the current device, by batch, prompt length and policy.
 
-How each figure is gained. Every policy has two caches of one capacity, made by ``init_cache`` and
-grown at once to what the longest text needs: one holds a prompt of random tokens, the other a
-single token. In each repeat the policies follow one another, each repeat beginning with the next
-one; the first round compiles and is not counted. A run is ``steps`` steps, after which
-``kvjax.rewind`` takes the cache back; it is waited for once, at its end. Figures are medians.
+Method. Every policy has two caches of the same capacity, grown in advance to the longest sequence.
+One holds a prompt of random tokens, the other a single token. Each repeat measures all policies in
+turn and starts with another one; the first repeat compiles and is not counted. A run is ``steps``
+decode steps, then a wait, then ``kvjax.rewind``. All numbers are medians over repeats.
 
-- A *step*: a run of the decode loop of ``kvjax.generate`` behind the prompt, in one dispatch, over
-  its steps.
-- *sampling*: that, less a loop that ends in logits and feeds tokens that depend on no logits.
-- *attention*: that loop behind the prompt, less the same program behind the single token: what the
-  prompt adds. The first block, and what does not grow with the text, stay with the weights.
-- *weights*: that loop behind the single token.
-- *overhead*: the decode loop asked for one step at a time, dispatched from Python one after the
-  other without waiting, less a step: what a loop on the device saves. No part of a step.
+- *step*: the decode loop of ``kvjax.generate`` after the prompt, dispatched once for all steps.
+- *sampling*: a step minus a step of a loop without sampling, whose tokens do not depend on logits.
+- *attention*: a step of that loop after the prompt, minus the same after a single token. This is
+  what the prompt adds; the first block and costs that do not grow count as weights.
+- *weights*: a step of that loop after a single token.
+- *overhead*: a step if each is dispatched from Python without waiting, minus a step. This is what
+  the loop on the device saves, and not a part of a step.
 
-Differences are taken within a repeat, and the median of them is shown, so the middle three add up
-to a step but for the medians. One below nothing is shown as 0 if it is no larger than the range it
-had over the repeats, for that is noise; otherwise as it was measured.
+Differences are computed within a repeat before the median, so the parts add up to a step only
+approximately. A negative difference is reported as 0 if its size is within the range of the
+repeats, and otherwise as measured.
 
-- *Bytes of a step*: every weight once, but of tables that are looked up in only the rows of a step;
-  and the part of the cache that the middle step of a run sees, as its codecs store it.
-- *Prefill*: the chunks that ``generate`` would feed, up to the last logits.
-- *Compile seconds*: tracing, lowering and compiling, or reading from JAX's persistent cache, in the
-  first round. Of policies that share programs the first has them all.
+- *bytes of a step*: every weight once, but only the rows of a batch from lookup tables; and the
+  part of the stored cache that the middle step of a run sees.
+- *prefill*: the chunks that ``generate`` would run, up to the last logits.
+- *compile seconds*: tracing, lowering and compiling, or loading from JAX's persistent cache, in the
+  first repeat. If policies share programs, the first policy has all of the time.
 """
 
 import itertools
@@ -51,7 +49,7 @@ from kvjax.sampling.params import SamplingKeywords
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds of a step, by difference; ``overhead`` is beside it."""
+    """Milliseconds of the parts of a step; ``overhead`` is not part of it."""
 
     weights: float
     attention: float
@@ -61,12 +59,13 @@ class Split:
 
 @dataclass(frozen=True)
 class Cell:
-    """A policy behind prompts of one length.
+    """Results of a policy for one batch and prompt length.
 
-    ``ms``: of a step, all rows together, over runs of ``steps``, and each of them in ``every_ms``.
-    ``weight_bytes`` and ``cache_bytes``: that a step must read; ``bandwidth``: these over its time,
-    bytes a second; ``of_read``: to the device's. ``capacity``: tokens of the cache, and
-    ``allocated`` its bytes, by place. ``prefill_ms``: of all rows' prompts, None if not asked for.
+    ``ms``: milliseconds of a step for all rows, the median over runs of ``steps``; ``every_ms``: of
+    each run. ``weight_bytes``, ``cache_bytes``: bytes that a step must read; ``bandwidth``: these
+    bytes per second of a step; ``of_read``: relative to the device's read bandwidth. ``capacity``:
+    of the cache in tokens; ``allocated``: its bytes by place. ``prefill_ms``: of all rows' prompts,
+    None if not measured.
     """
 
     batch: int
@@ -91,11 +90,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Bench:
-    """All cells, by batch, prompt and policy, and the device that they were measured on.
+    """Results for all batches, prompts and policies on a device.
 
-    ``left_out``: a sentence for each prompt that the model is not made for. ``peak_bytes``: the
-    most memory ever in use since the process began, with two caches for each policy, of what
-    ``peak_of`` says: the device's, or the resident set of the process; None if neither is told.
+    ``left_out``: a sentence per prompt that is too long for the model. ``peak_bytes``: peak memory
+    use since the process started, with two caches per policy, or None if unknown. ``peak_of``:
+    where it was counted, device or process.
     """
 
     device: str
@@ -121,46 +120,47 @@ def measure(
     repeats: int = 5,
     prefill: bool = True,
     bandwidth: Bandwidth | None = None,
-    told: Callable[[str], Any] | None = None,
+    callback: Callable[[str], Any] | None = None,
     **drawing: Unpack[SamplingKeywords],
 ) -> Bench:
-    """Time decoding and prefill.
+    """Measure decode and prefill times.
 
     Args:
-      lm: the model, as it is loaded.
-      policies: of caches, as for ``init_cache``, by name.
-      prompts, batches: lengths in tokens, and numbers of rows.
-      steps: of a run, at most 128; fewer where a cache can't forget so many (``rewind``), and then
-        for all policies of that cell.
-      repeats, prefill: how often everything is timed, and whether prefill is timed too.
-      bandwidth: of the device; by default it is measured, last.
-      told: called with a line about each cell before it is measured.
+      lm: the model.
+      policies: cache policies by name, as for ``init_cache``.
+      prompts, batches: prompt lengths in tokens, and numbers of rows.
+      steps: steps per run, at most 128. If a cache can't be rewound by as many, all policies use
+        fewer for that batch and prompt.
+      repeats: how often everything is timed.
+      prefill: whether to time prefill.
+      bandwidth: of the device; by default it is measured last.
+      callback: called with a line of text before each batch and prompt length.
       drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
 
     Raises:
-      ValueError: if there is no policy, a number is out of its range, the model is made for none of
-        the prompts, or a ring has no slack to take a step back.
-      NonFiniteError: if the model gives logits that are not finite.
+      ValueError: if there is no policy, a number is out of range, all prompts are too long for the
+        model, or a ring has no slack to rewind a step.
+      NonFiniteError: if the model returns logits that are not finite.
     """
     if not policies:
-        raise ValueError("no policies: there is nothing to measure")
+        raise ValueError("no policies to measure")
     refuse_encoder("a measurement", lm)
     prompts, batches = _numbers("prompts", prompts), _numbers("batches", batches)
     if as_int("steps", steps, 1) > MAX_STEPS:
-        raise ValueError(f"steps is {steps}: a dispatch of the decode loop has at most {MAX_STEPS}")
+        raise ValueError(f"steps must be at most {MAX_STEPS}, got {steps}")
     as_int("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)
-    found: list[tuple[str, PolicyTimer]] = []
+    timers: list[tuple[str, PolicyTimer]] = []
     for batch, prompt in itertools.product(batches, fitting):
-        if told is not None:
-            told(f"{batch} x {prompt:,} tokens")
+        if callback is not None:
+            callback(f"{batch} x {prompt:,} tokens")
         shape, drawn = (batch, prompt), np.random.default_rng(prompt)
         tokens = drawn.integers(0, lm.config.vocab_size, shape, np.int32)
         timed = {name: PolicyTimer(lm, policies[name], tokens, steps, drawing) for name in names}
         most = min(each.max_rewind for each in timed.values())
         if most < 1:
-            raise ValueError("a ring without slack can't take back a step: give it slack=")
+            raise ValueError("a ring without slack can't rewind a step: give it slack=")
         for each in timed.values():
             each.steps = most
         for repeat in range(repeats + 1):
@@ -169,16 +169,23 @@ def measure(
                 timed[name].run(counted=repeat > 0, prefill=prefill)
         for each in timed.values():
             each.drop()
-        found += timed.items()
-    # Before the bandwidth is measured: its arrays are no part of what a cache needs.
+        timers += timed.items()
+    # Before measuring the bandwidth, whose arrays are not part of the cache.
     peak, peak_of = peak_memory()
     bandwidth = measure_bandwidth() if bandwidth is None else bandwidth
-    cells = tuple(_cell(lm, bandwidth.read, *each) for each in found)
+    cells = tuple(_cell(lm, bandwidth.read, *each) for each in timers)
     device = jax.local_devices()[0]
     return Bench(
-        device.device_kind, device.platform, jax.__version__, str(lm.config.dtype), bandwidth,
-        cells, left_out, peak, peak_of,
-    )  # fmt: skip
+        device.device_kind,
+        device.platform,
+        jax.__version__,
+        str(lm.config.dtype),
+        bandwidth,
+        cells,
+        left_out,
+        peak,
+        peak_of,
+    )
 
 
 def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell:
@@ -187,12 +194,18 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
     whole = statistics.median(seconds["whole"])
     weights = weight_bytes_read(lm.params, batch)
     cache = cache_bytes_read(
-        lm.config, timed.request.policy, batch=batch, max_len=capacity,
+        lm.config,
+        timed.request.policy,
+        batch=batch,
+        max_len=capacity,
         length=prompt + (steps + 1) // 2,
-    )  # fmt: skip
+    )
     prefill = statistics.median(seconds["prefill"]) if seconds["prefill"] else None
     return Cell(
-        batch, prompt, name, steps,
+        batch,
+        prompt,
+        name,
+        steps,
         ms=1000 * whole,
         every_ms=tuple(1000 * each for each in seconds["whole"]),
         tokens_per_second=batch / whole,
@@ -212,31 +225,31 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
         allocated=timed.allocated,
         compile_seconds=timed.meter.compile_seconds,
         compilations=timed.meter.compilations,
-    )  # fmt: skip
+    )
 
 
 def _numbers(name: str, given: Sequence[int]) -> list[int]:
-    """Whole numbers, at least 1, each once."""
-    found = list(dict.fromkeys(as_int(name, number, 1) for number in given))
-    if not found:
-        raise ValueError(f"no {name}: there is nothing to measure")
-    return found
+    """Distinct positive integers."""
+    numbers = list(dict.fromkeys(as_int(name, number, 1) for number in given))
+    if not numbers:
+        raise ValueError(f"no {name} to measure")
+    return numbers
 
 
 def _fitting(config: Any, prompts: list[int], steps: int) -> tuple[list[int], tuple[str, ...]]:
-    """The prompts that a model is made for, and a sentence for each of the others."""
+    """The prompts that a model can take, and a sentence for each of the others."""
     positions = position_limit(config)
     context = getattr(config, "max_position_embeddings", None)
     fitting, left_out = [], []
     for prompt in prompts:
         if positions is not None and prompt + steps > positions:
-            why = f"with {steps} steps it would pass the model's {positions:,} positions"
+            why = f"with {steps} steps it exceeds the model's {positions:,} positions"
         elif context is not None and prompt > context:
-            why = f"the model was made for texts of {context:,}"
+            why = f"the model was trained for {context:,} tokens"
         else:
             fitting.append(prompt)
             continue
         left_out.append(f"a prompt of {prompt:,} tokens is left out: {why}")
     if not fitting:
-        raise ValueError(f"there is nothing to measure: {left_out[0]}")
+        raise ValueError(f"nothing to measure: {left_out[0]}")
     return fitting, tuple(left_out)

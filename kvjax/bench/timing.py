@@ -1,4 +1,4 @@
-"""A policy's caches behind one prompt, and what ``kvjax.bench`` times on them."""
+"""Timed runs of one policy after one prompt, for ``kvjax.bench``."""
 
 import contextlib
 import functools
@@ -29,12 +29,12 @@ from kvjax.sampling.params import SamplingKeywords
 
 
 class PolicyTimer:
-    """Two caches of a policy, one with the prompt and one with a token, and times of runs on them.
+    """Times runs on two caches of a policy: one holds the prompt, the other a single token.
 
-    ``shape``: of the prompts, batch and tokens. ``allocated``: bytes of one of the caches, by
-    place. ``seconds``, a number a repeat: of a step of the decode loop (``"whole"``), without a
-    sampler (``"logits"``), and that behind a single token (``"first"``), of a step a dispatch
-    (``"single"``), and of the whole prompt (``"prefill"``).
+    ``shape``: batch and tokens of the prompts. ``allocated``: bytes of one cache, by place.
+    ``seconds``, with one number per repeat: ``"whole"``, a step of the decode loop; ``"logits"``, a
+    step without sampling; ``"first"``, the same after a single token; ``"single"``, a step that is
+    dispatched alone; ``"prefill"``, the whole prompt.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class PolicyTimer:
         steps: int,
         drawing: SamplingKeywords,
     ) -> None:
-        # Steps read the token that they begin with, and the last of theirs is not read.
+        # A run of `steps` reads the token before it, and does not read its last token.
         options = GenerationOptions(
             max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing
         )
         request = prepare_request(lm, prompt.tolist(), options)
         if request.spread is not None:
             request.spread.check_rows(len(prompt))
-        # Steps are taken back, so a row may come to any number of them; a cache never grows.
+        # Runs are rewound, so their total number of tokens is unlimited. The cache never grows.
         self.request = replace(request, max_new_tokens=UNLIMITED, max_len=request.capacity)
         self._lm, self.steps, self.shape = lm, steps, prompt.shape
         self.meter = Timer()
@@ -61,40 +61,43 @@ class PolicyTimer:
             self._full, self._nearly_empty = self._started(), self._started()
             self.allocated = self._full.cache_bytes
             self._chunks = prompt_chunks(self.request)
-            # The loops' arguments, there once: a step a dispatch is not to wait for them.
+            # Put the loops' arguments on the device once, so that no step waits for them.
             self._one = self._full.put(np.int32(1))
             self._halt = self._full.put(np.zeros(len(prompt), bool))
             counts = np.ones(len(prompt), np.int32)
             self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
-        """One round of everything; the first one compiles, fills the caches and is not counted. A
-        ``NonFiniteError`` if the model gives logits that are not finite."""
-        found, full, nearly, one = {}, self._full, self._nearly_empty, self._one
+        """Time everything once. The first round compiles, fills the caches and is not counted.
+
+        Raises:
+          NonFiniteError: if the model returns logits that are not finite.
+        """
+        times, full, short, one = {}, self._full, self._nearly_empty, self._one
         decode = functools.partial(full.decode, halt=self._halt)
         with contextlib.nullcontext() if counted else self.meter.running():
             if prefill or not counted:
-                found["prefill"] = self._fill()
+                times["prefill"] = self._time_prefill()
             if not counted:
-                self._bare(nearly, one)
+                self._decode_logits(short, one)
             steps = jax.block_until_ready(full.put(np.int32(self.steps)))
-            found["whole"] = self._back(full, lambda: decode(steps))
-            found["logits"] = self._back(full, lambda: self._bare(full, steps))
-            found["first"] = self._back(nearly, lambda: self._bare(nearly, steps))
-            found["single"] = self._back(full, lambda: [decode(one) for _ in range(self.steps)])
+            times["whole"] = self._time(full, lambda: decode(steps))
+            times["logits"] = self._time(full, lambda: self._decode_logits(full, steps))
+            times["first"] = self._time(short, lambda: self._decode_logits(short, steps))
+            times["single"] = self._time(full, lambda: [decode(one) for _ in range(self.steps)])
         if counted:
-            for kind, seconds in found.items():
-                self.seconds[kind].append(seconds)
+            for name, seconds in times.items():
+                self.seconds[name].append(seconds)
 
     @property
     def max_rewind(self) -> int:
-        """How many steps the caches can take back."""
+        """The number of steps by which the caches can be rewound, at most ``steps``."""
         assert self._full.cache is not None
         most = self._full.cache.max_rewind
         return self.steps if most is None else min(self.steps, most)
 
     def drop(self) -> None:
-        """Free the caches, and what else is on the device."""
+        """Free the caches and other arrays on the device."""
         del self._full, self._nearly_empty, self._chunks
 
     def _started(self) -> Session:
@@ -103,8 +106,8 @@ class PolicyTimer:
         session.make_room(self.request.capacity)
         return session
 
-    def _fill(self) -> float:
-        """Feed the prompt to the emptied cache; the seconds it took."""
+    def _time_prefill(self) -> float:
+        """Prefill the emptied cache; return the seconds."""
         session = self._full
         assert session.cache is not None
         session.start(programs.Cached(reset(session.cache)))
@@ -118,21 +121,26 @@ class PolicyTimer:
         session.begin()
         return seconds
 
-    def _back(self, session: Session, run: Callable[[], Any]) -> float:
-        """Seconds of a step of a run, after which the cache is as it was before."""
+    def _time(self, session: Session, run: Callable[[], Any]) -> float:
+        """The seconds per step of a run, which is rewound afterwards."""
         jax.block_until_ready(session.context)
         start = time.perf_counter()
         jax.block_until_ready((run(), session.context))
         seconds = time.perf_counter() - start
-        session.check()  # a loop ends early where logits are not finite
+        session.check()  # non-finite logits end a loop early
         session.rewind(self.steps)
         return seconds / self.steps
 
-    def _bare(self, session: Session, steps: Array) -> Any:
+    def _decode_logits(self, session: Session, steps: Array) -> Any:
         session.context, logits = _logits_loop(
-            self._lm.architecture, self._lm.config.vocab_size, self._lm.params, session.context,
-            self._tokens, self._counts, steps,
-        )  # fmt: skip
+            self._lm.architecture,
+            self._lm.config.vocab_size,
+            self._lm.params,
+            session.context,
+            self._tokens,
+            self._counts,
+            steps,
+        )
         return logits
 
 
@@ -146,8 +154,11 @@ def _logits_loop(
     counts: Array,
     steps: Array,
 ) -> tuple[Any, Array]:
-    """Steps that end in logits. Tokens differ from step to step, or a compiler would take what the
-    first layer makes of them out of the loop."""
+    """Decode steps without sampling.
+
+    Tokens differ from step to step, so that the compiler can't hoist the first layer's work on them
+    out of the loop.
+    """
 
     def one(step: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         token = (tokens + step) % vocab
@@ -159,7 +170,10 @@ def _logits_loop(
 
 
 def difference(more: Sequence[float], less: Sequence[float]) -> float:
-    """Milliseconds between two times of the same repeats; below nothing only beyond the noise."""
-    each = [1000 * (a - b) for a, b in zip(more, less, strict=True)]
-    found, noise = statistics.median(each), max(each) - min(each)
-    return 0.0 if -noise <= found < 0 else found
+    """The median difference of two times per repeat, in milliseconds.
+
+    A negative difference within the noise is 0.
+    """
+    differences = [1000 * (a - b) for a, b in zip(more, less, strict=True)]
+    median, noise = statistics.median(differences), max(differences) - min(differences)
+    return 0.0 if -noise <= median < 0 else median

@@ -90,7 +90,7 @@ def bench(
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
-        told=lambda line: typer.echo(line, err=True),
+        callback=lambda line: typer.echo(line, err=True),
     )
     name = model or shape or "the embedded model"
     if plot is not None:
