@@ -467,7 +467,7 @@ def test_a_padded_chunk_at_the_end_keeps_what_is_there():
 
 def test_rewinding_past_the_beginning():
     cache = filled()
-    with pytest.raises(ValueError, match="-1 is negative"):
+    with pytest.raises(ValueError, match="tokens must be >= 0, got -1"):
         kvjax.rewind(cache, -1)
     cache = kvjax.rewind(cache, jnp.asarray([2, 5, 6], jnp.int32))
     assert cache.length.tolist() == [3, 0, 5]

@@ -375,7 +375,7 @@ class TestLimits:
                 {"cache_memory_ratio": 1.5},
                 "cache_memory_ratio must be above 0 and at most 1, got 1.5",
             ),
-            ({"device_memory": 5}, "device_memory is what cache_memory_ratio is a part of"),
+            ({"device_memory": 5}, "device_memory needs cache_memory_ratio"),
         ],
     )
     def test_wrong_limits_are_refused(self, wrong, message):

@@ -330,7 +330,7 @@ def test_growing_caches_of_different_limits_are_joined():
 def test_caches_of_different_models_are_not_joined():
     one = kvjax.init_cache(CONFIG, max_len=8)
     for other in (tiny_config(windows=(None, 9)), tiny_config(head_dim=4, windows=(None, None))):
-        with pytest.raises(ValueError, match="models that differ in their layers"):
+        with pytest.raises(ValueError, match="the caches are of different models"):
             kvjax.concatenate([one, kvjax.init_cache(other, max_len=8)])
     with pytest.raises(ValueError, match=r"layer 0 is of .*float32.*float16.*: kvjax.convert"):
         kvjax.concatenate([one, kvjax.init_cache(CONFIG, kvjax.policy(dtype="float16"), max_len=8)])

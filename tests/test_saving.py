@@ -239,8 +239,8 @@ def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):
     refused(tmp_path / "a", "a: has no saved data: kvjax.json is missing")
     kvjax.save_cache(tmp_path / "a", cache, model=lm)
     trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
-    refused(tmp_path / "a", f"a cache of the model {fingerprint(lm)}, and this one", model=trained)
-    refused(tmp_path / "a", "and this one is run 2", model="run 2")
+    refused(tmp_path / "a", f"was saved for model {fingerprint(lm)}, but", model=trained)
+    refused(tmp_path / "a", "but the model here is run 2", model="run 2")
     other = small(num_hidden_layers=1, windows=(None,))
     refused(tmp_path / "a", "a cache works only with the model", model=other)
     name = tmp_path / "a" / "kvjax.json"
