@@ -410,7 +410,7 @@ def test_numbers_of_other_libraries(tiny_llama, of):
 
 
 def test_a_cache_without_room_is_told_by_its_size(tiny_llama):
-    words = r"no memory for the cache: 2 row\(s\) of .* tokens take .* (TB|PB)"
+    words = r"cache does not fit in memory: 2 row\(s\) of .* tokens take .* (TB|PB)"
     for policy in ("static", "offloaded_static"):
         with pytest.raises(kvjax.CacheMemoryError, match=words):
             generate(tiny_llama, ["a", "b"], max_new_tokens=10**9, cache=policy)

@@ -239,9 +239,13 @@ def test_texts_end_where_frequencies_would_change(kind: str) -> None:
     cache = kvjax.init_cache(lm.config, "dynamic", batch=2, rotary_len=SHORT)
     assert kvjax.init_cache(lm.config, "dynamic", max_len=32, rotary_len=SHORT).grows_to == SHORT
     cache = kvjax.grow(cache, SHORT)
-    with pytest.raises(ValueError, match="grow to 17: its keys are turned for texts of rotary_len"):
+    with pytest.raises(
+        ValueError, match="grow to 17: its keys are rotated for sequences of rotary_len"
+    ):
         kvjax.grow(cache, SHORT + 1)
-    with pytest.raises(ValueError, match="max_len is 17, but its keys are turned for texts of"):
+    with pytest.raises(
+        ValueError, match="max_len is 17, but its keys are rotated for sequences of"
+    ):
         kvjax.convert(cache, "static", max_len=SHORT + 1)
     apply = jax.jit(lm.apply)
     cache = kvjax.init_cache(lm.config, batch=2, max_len=64, rotary_len=SHORT)
@@ -269,7 +273,7 @@ def test_generations_go_by_the_length_that_was_chosen() -> None:
     assert found.tokens != kvjax.generate(lm, TEXTS, use_cache=False, rotary_len=64, **given).tokens
     for more, words in (
         ({"use_cache": False}, "need 27 positions, but rotary_len is 16"),
-        ({}, "need 27 positions, but its keys are turned for texts of rotary_len=16"),
+        ({}, "need 27 positions, but its keys are rotated for sequences of rotary_len=16"),
         ({"cache": found.cache}, "rotary_len is 16, but keys of a cache or a prefix_cache"),
     ):
         with pytest.raises(ValueError, match=words):

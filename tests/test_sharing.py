@@ -46,7 +46,7 @@ def test_layers_share_a_cache():
     for layer in (2, 3):
         with pytest.raises(ValueError, match=f"layer {layer} reads the keys and values of an earl"):
             kvjax.append(cache, layer, keys[0], keys[0])
-    with pytest.raises(ValueError, match="layer 4: the cache has 4, 0 the first"):
+    with pytest.raises(ValueError, match="layer 4: the cache has 4 layers, counted from 0"):
         kvjax.attend(queries, cache, 4)
     cache = kvjax.rewind(kvjax.advance(cache, 5), 2)
     joined = kvjax.concatenate([cache, kvjax.select(cache, [0])])

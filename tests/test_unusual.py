@@ -220,7 +220,7 @@ def test_huge_sizes_are_refused_in_a_sentence(tiny_llama):
             with pytest.raises(ValueError, match=f"{name} must be at most [0-9,]+, got"):
                 call(size)
     long = InferenceLimits(max_batch_size=1, max_seq_len=2**30)
-    with pytest.raises(kvjax.CacheMemoryError, match="no memory for the cache: 1 row"):
+    with pytest.raises(kvjax.CacheMemoryError, match="cache does not fit in memory: 1 row"):
         kvjax.Engine(tiny_llama, limits=long)
     with pytest.raises(
         kvjax.CacheMemoryError,

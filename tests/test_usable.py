@@ -271,7 +271,7 @@ def test_arrays_that_are_not_those_of_the_policy():
     cache = kvjax.init_cache(MODEL.config, batch=2, max_len=8)
     short = replace(cache.layers[1], values=cache.layers[1].values[:, :, :4])
     broken = replace(cache, layers=(cache.layers[0], short))
-    with pytest.raises(ValueError, match=r"values of layer 1 are float32\[2, 2, 4, 8\], and its"):
+    with pytest.raises(ValueError, match=r"values of layer 1 are float32\[2, 2, 4, 8\], but its"):
         kvjax.select(broken, [0])
     halves = jax.tree.map(lambda x: x.astype("bfloat16") if x.ndim == 4 else x, cache)
     with pytest.raises(ValueError, match=r"keys of layer 0 are bfloat16.*policy needs float32"):

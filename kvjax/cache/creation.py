@@ -54,69 +54,74 @@ def init_cache(
     """Allocate an empty cache.
 
     Args:
-      config: the model's config, kvjax's, Transformers' or one's own; its ``num_hidden_layers``,
-        ``num_key_value_heads``, ``head_dim`` and ``dtype`` are read; ``position_limit`` (how many
-        positions the model has), and what ``layer_heads``, ``layer_windows`` and ``layer_sources``
-        go by, where it has them. ``dtype`` may be missing where the policy names one.
-      policy: one for all layers, a preset's name, or a list with one a layer; by default
-        ``policy("static")``.
+      config: the model's config: kvjax's, Transformers' or your own. ``num_hidden_layers``,
+        ``num_key_value_heads``, ``head_dim`` and ``dtype`` are required, but ``dtype`` may be
+        missing if the policy names one. If present, ``position_limit`` (how many positions the
+        model has) and the attributes for windows and shared layers are used as well.
+      policy: one policy for all layers, a preset's name, or a list with one policy per layer; by
+        default ``policy("static")``.
       batch: rows.
-      max_len: tokens a row can hold. A dense layout needs it; a growing one takes it as its limit;
-        a ring is made smaller by it where the text is shorter than its window.
-      mesh: devices to spread it over, see ``make_mesh``; by default it is on one.
-      stacked: layers that are alike have their arrays in one, [layers, batch, kv_heads, max_len,
-        head_dim], for models that go through their layers by ``lax.scan``; see ``stack``. By
-        default what the config's ``stacked`` says, False where it has none.
-      rotary_len: the length of text that rotary frequencies go by where they depend on it
-        (longrope, dynamic NTK); by default the longest that the cache can hold. Where longer texts
-        have other frequencies, a row holds at most ``rotary_len`` tokens: keys in the cache keep
-        the rotation that they were written with.
+      max_len: tokens that a row can hold. A dense layout requires it. A growing layout can grow up
+        to it. A ring uses fewer slots if it is smaller than the window.
+      mesh: a mesh to shard the cache over, see ``make_mesh``; by default it is on one device.
+      stacked: store equal layers in one array, [layers, batch, kv_heads, max_len, head_dim], for
+        models that run their layers in a ``lax.scan``; see ``stack``. By default the config's
+        ``stacked``, or False.
+      rotary_len: the sequence length for rotary frequencies that depend on it (longrope, dynamic
+        NTK); by default the longest that the cache can hold. If longer sequences have other
+        frequencies, a row holds at most ``rotary_len`` tokens, because keys in the cache keep the
+        rotation that they were written with.
 
     Raises:
-      ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive whole number,
-        ``max_len`` is more than the model has positions, a list of policies has the wrong length,
-        or the mesh does not divide the rows; if layers are to be stacked, and one reads another's
-        keys.
-      CacheMemoryError: if the device or the host has no memory for it.
+      ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive integer, ``max_len``
+        exceeds the model's positions, a list of policies has the wrong length, the mesh does not
+        divide the rows, or layers that read the keys of others would be stacked.
+      CacheMemoryError: if the cache does not fit in the memory of the device or the host.
     """
     return allocate(
-        config, policy, batch=batch, max_len=max_len, mesh=mesh, stacked=stacked,
+        config,
+        policy,
+        batch=batch,
+        max_len=max_len,
+        mesh=mesh,
+        stacked=stacked,
         rotary_len=rotary_len,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager
-def as_memory_error(sentence: Callable[[], str]) -> Iterator[None]:
-    """Raise ``CacheMemoryError(sentence())`` if there is no memory for what is made inside."""
+def as_memory_error(message: Callable[[], str]) -> Iterator[None]:
+    """Raise ``CacheMemoryError(message())`` if an allocation inside runs out of memory."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
         if jax_0_10_error_code(error) != RESOURCE_EXHAUSTED:
             raise
-        raise CacheMemoryError(sentence()) from error
+        raise CacheMemoryError(message()) from error
 
 
-def _told_by_size(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
-    """``make``, whose error says how much the cache takes where there is no memory for it."""
+def _with_size_in_errors(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
+    """A decorator that raises ``CacheMemoryError``, with the size of the cache, if ``make`` runs
+    out of memory."""
 
     @functools.wraps(make)
-    def made(*given: Any, **named: Any) -> KVCache:
-        def sentence() -> str:
-            cache = jax.eval_shape(functools.partial(make, *given, **named))
+    def wrapped(*args: Any, **kwargs: Any) -> KVCache:
+        def message() -> str:
+            cache = jax.eval_shape(functools.partial(make, *args, **kwargs))
+            tokens = kwargs["max_len"] or kwargs.get("initial_len")
             return (
-                f"there is no memory for the cache: {cache.batch} row(s) of "
-                f"{named['max_len'] or named.get('initial_len'):,} tokens take "
-                f"{readable_bytes(tree_bytes(cache))}; give fewer tokens (max_new_tokens, "
+                f"the cache does not fit in memory: {cache.batch} row(s) of {tokens:,} tokens "
+                f"take {readable_bytes(tree_bytes(cache))}; use fewer tokens (max_new_tokens, "
                 "max_len), fewer rows, or a smaller policy (kvjax.memory.what_fits lists some)"
             )
 
-        with as_memory_error(sentence):
-            return make(*given, **named)
+        with as_memory_error(message):
+            return make(*args, **kwargs)
 
-    return made
+    return wrapped
 
 
-@_told_by_size
+@_with_size_in_errors
 def allocate(
     config: CacheShape,
     policy: PolicyChoice | None,
@@ -145,12 +150,11 @@ def allocate(
     if spread is not None:
         spread.check_rows(batch)
         check_not_target_mesh(spread.mesh)
-    # The platform that computes is this one, whatever it was of a cache that a policy comes from.
+    # A policy from another cache may name another platform; these arrays are for this one.
     policies = [
-        replace(each, placement=each.placement.on_mesh(spread or each.placement.spread))
-        for each in policies
+        replace(x, placement=x.placement.on_mesh(spread or x.placement.spread)) for x in policies
     ]
-    # A layer that reads another's has none of its own.
+    # Layers that read another layer's keys and values have none of their own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
 
     def resolve(max_len: int | None) -> list[CachePolicy]:
@@ -162,14 +166,16 @@ def allocate(
         ]
 
     resolved = resolve(max_len)
-    reach = max(each.layout.reach for each in resolved)
-    rotary_len, most = resolve_rotary_len(config, reach, rotary_len)
-    if most is not None and (max_len or 0) > most:
-        resolved = resolve(max_len := most)  # no row could use the rest
+    reach = max(x.layout.reach for x in resolved)
+    rotary_len, rotary_limit = resolve_rotary_len(config, reach, rotary_len)
+    if rotary_limit is not None:
+        limit = rotary_limit
+        if (max_len or 0) > limit:
+            resolved = resolve(max_len := limit)  # no row could use the rest
     budget = budget_of(policy)
     if budget is not None:
         resolved = place_within(budget, resolved, [(batch, *heads[n]) for n in own])
-    kinds = [(each, *heads[n], windows[n]) for n, each in zip(own, resolved, strict=True)]
+    kinds = [(x, *heads[n], windows[n]) for n, x in zip(own, resolved, strict=True)]
     stacks = None
     if as_bool("stacked", scanned(config) if stacked is None else stacked):
         check_stacks(len(own), sources, budget)
@@ -186,50 +192,63 @@ def allocate(
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
     cache = KVCache(
-        tuple(layers), *rows, sources=sources, positions=limit if most is None else most,
-        rotary_len=rotary_len, budget=budget, stacks=stacks,
-    )  # fmt: skip
+        tuple(layers),
+        *rows,
+        sources=sources,
+        positions=limit,
+        rotary_len=rotary_len,
+        budget=budget,
+        stacks=stacks,
+    )
     return commit_together(with_pools(cache))
 
 
 def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | None) -> None:
-    """Raise ``ValueError`` for layers with arrays of their own, so many, that can't be stacked."""
+    """Raise ``ValueError`` if layers can't be stacked. ``layers``: the number of those that have
+    keys and values of their own."""
     if sources is not None and layers < len(sources):
         raise ValueError(
-            "layers that read the keys of an earlier one can't be stacked: a scan gives every "
-            "layer some of its own"
+            "layers that read the keys of an earlier one can't be stacked: in a scan every layer "
+            "has its own"
         )
     if budget is not None:
         raise ValueError(
-            "stacked layers are all in one place: policy('auto') moves them one by one"
+            "layers with policy('auto') can't be stacked: it moves them one by one, but a stack "
+            "is in one place"
         )
 
 
 def stacks_of(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
-    """For each layer, in which stack it is, and as which of its layers: all of a kind in one."""
+    """For each layer, the number of its stack and its number in that stack. Layers of the same kind
+    are in one stack."""
     entries = {kind: entry for entry, kind in enumerate(dict.fromkeys(kinds))}
-    seen: Counter[int] = Counter()
-    found = []
+    sizes: Counter[int] = Counter()
+    stacks = []
     for kind in kinds:
         entry = entries[kind]
-        found.append((entry, seen[entry]))
-        seen[entry] += 1
-    return tuple(found)
+        stacks.append((entry, sizes[entry]))
+        sizes[entry] += 1
+    return tuple(stacks)
 
 
 def new_layer(
-    policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, window: int | None,
+    policy: CachePolicy,
+    batch: int,
+    kv_heads: int,
+    head_dim: int,
+    window: int | None,
     stack: int | None = None,
-) -> LayerCache:  # fmt: skip
-    """An empty layer, or a stack, where the policy says; on a mesh each device makes its own."""
+) -> LayerCache:
+    """An empty layer, or a stack, where the policy places it. On a mesh each device allocates its
+    own shard."""
     if policy.placement.spread is None:
         return empty_layer(policy, batch, kv_heads, head_dim, window, stack).placed()
-    return _on_each(policy, batch, kv_heads, head_dim, window, stack)()
+    return _sharded_layer(policy, batch, kv_heads, head_dim, window, stack)()
 
 
 @functools.lru_cache(maxsize=256)
-def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
-    """The program that makes an empty layer on the devices of a mesh."""
+def _sharded_layer(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
+    """The program that allocates an empty layer on the devices of a mesh."""
     make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
     spread = placement.spread
     assert spread is not None
@@ -237,6 +256,7 @@ def _on_each(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
     near, far = spread.sharding, functools.partial(spread.sharding, kind=placement.memory_kind)
     shardings = replace(
         jax.tree.map(near, specs),
-        keys=jax.tree.map(far, specs.keys), values=jax.tree.map(far, specs.values),
-    )  # fmt: skip
+        keys=jax.tree.map(far, specs.keys),
+        values=jax.tree.map(far, specs.values),
+    )
     return jax.jit(make, out_shardings=shardings)

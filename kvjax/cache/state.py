@@ -1,4 +1,4 @@
-"""The state: an immutable pytree of arrays, a layer's and a model's."""
+"""`KVCache`: the cache of a model, an immutable pytree of arrays."""
 
 import math
 from dataclasses import replace
@@ -18,7 +18,7 @@ from kvjax.placement.mesh import MeshSharding
 
 @pytree_dataclass
 class PendingAppend:
-    """A call that has begun: its first ``append`` makes it, and ``advance`` ends it.
+    """A call whose tokens are being appended. The first ``append`` begins it, ``advance`` ends it.
 
     ``count``: int32[batch], tokens that each row takes. ``requested``: int32[batch], tokens that
     each row was given; it takes none of them if its pool has too few pages. ``new``: tokens per
@@ -35,24 +35,32 @@ class PendingAppend:
 
 @pytree_dataclass
 class KVCache:
-    """A model's cache.
+    """The cache of a model.
 
-    ``layers``: one ``LayerCache`` a layer, each with its own arrays; or one a stack, with those of
-    all layers that are alike, and then ``stacks`` says of each layer of the model in which it is,
-    and as which of its layers.
+    ``layers``: one `LayerCache` per layer, or per stack of equal layers. ``stacks`` then gives, for
+    each layer of the model, its stack and its number in that stack.
+
     ``length``: int32[batch], tokens that each row holds.
-    ``written``: int32[batch, layers], the most that each row has ever held, for each of ``layers``:
-    after a rewind it tells which slots hold tokens that are no longer part of the text.
-    ``status``: int32[batch], what traced steps could not raise, as bits; see ``check``.
+
+    ``written``: int32[batch, layers], the most tokens that each row has ever held, for each of
+    ``layers``. After a rewind it tells which slots hold tokens that no longer count.
+
+    ``status``: int32[batch], errors of traced steps, as bits; see ``check``.
+
     ``pending``: the call whose tokens are being appended, None between calls.
+
     ``pools``: the page tables, one for each group of layers that share them (``page_groups``).
-    ``sources``: for each layer of the model, which of ``layers`` it reads; None where every layer
-    has its own.
-    ``positions``: how many the model has, or texts whose keys are turned as these are; None where
-    they do not end.
-    ``rotary_len``: the length of text that its keys were turned for, where the model's rotary
-    frequencies depend on it (dynamic, longrope); it stays when the cache grows.
-    ``budget``: the memory that it keeps to when it grows (``make_room``), of ``policy("auto")``.
+
+    ``sources``: for each layer of the model, which of ``layers`` it reads; None if every layer has
+    its own keys and values.
+
+    ``positions``: the most tokens of a row because of the model's positions, or because longer rows
+    would have other rotary frequencies; None for no limit.
+
+    ``rotary_len``: the sequence length for which keys were rotated, if the model's rotary
+    frequencies depend on it (dynamic, longrope). It stays the same when the cache grows.
+
+    ``budget``: the device memory that the cache may use when it grows, from ``policy("auto")``.
     """
 
     layers: tuple[LayerCache, ...]
@@ -74,50 +82,50 @@ class KVCache:
 
     @property
     def max_len(self) -> int:
-        """Tokens that a row's text can have, before it must grow where it can."""
+        """Tokens that a row can hold now; a cache that can grow may hold more later."""
         limits = [self.positions, *(layer.policy.layout.limit for layer in self.layers)]
         return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
     @property
     def last_position(self) -> str:
-        """Why a sequence can't be longer than ``positions``, as errors say it."""
+        """Why a row can't be longer than ``positions``, for error messages."""
         if self.positions == self.rotary_len:
-            return f"its keys are turned for texts of rotary_len={self.positions} tokens"
+            return f"its keys are rotated for sequences of rotary_len={self.positions} tokens"
         return f"the model has only {self.positions} positions"
 
     @property
     def spread(self) -> MeshSharding | None:
-        """How it is spread over a mesh; None where it is on one device."""
+        """The sharding over a mesh; None if the cache is on one device."""
         return self.layers[0].policy.placement.spread
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens that ``append`` takes in one call; None for any number."""
+        """The most tokens that one call can append; None for any number."""
         chunks = (layer.policy.layout.chunk for layer in self.layers)
         return min((chunk for chunk in chunks if chunk is not None), default=None)
 
     @property
     def max_rewind(self) -> int | None:
-        """How many of its newest tokens a row can forget at any time; None for all."""
+        """How many of its newest tokens a row can always forget; None for all."""
         spans = (layer.policy.max_rewind for layer in self.layers)
         return min((span for span in spans if span is not None), default=None)
 
     @property
     def common_heads(self) -> int:
-        """The greatest number of key-value heads that divides those of each layer."""
+        """The greatest common divisor of the layers' numbers of key-value heads."""
         return math.gcd(*(layer.kv_heads for layer in self.layers))
 
     @property
     def reach(self) -> int:
-        """Positions that distances between queries and keys stay below: what rotary kinds that
-        depend on the length go by."""
+        """The sequence length for rotary frequencies that depend on it: distances between queries
+        and keys are smaller than this."""
         if self.rotary_len is not None:
             return self.rotary_len
         return max(layer.policy.layout.reach for layer in self.layers)
 
     @property
     def grows_to(self) -> int | None:
-        """Tokens that it may be grown to; None where no layer grows."""
+        """Tokens per row that the cache may grow to; None if no layer can grow."""
         layouts = [layer.policy.layout for layer in self.layers]
         if all(layout.grows_to is None for layout in layouts):
             return None
@@ -126,45 +134,45 @@ class KVCache:
 
     @property
     def page_groups(self) -> tuple[PageGroup, ...]:
-        """The kinds of layers in pages, in the order of ``pools``."""
-        kinds = (layer.policy.page_group for layer in self.layers)
-        return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+        """The groups of layers that share page tables, in the order of ``pools``."""
+        groups = (layer.policy.page_group for layer in self.layers)
+        return tuple(dict.fromkeys(group for group in groups if group is not None))
 
     def table(self, entry: int, *, whole: bool = False) -> Array | None:
-        """int32[batch, columns]: the pages of each row, of one of ``layers``; None where its slots
-        are a row's own. ``whole``: as numbers of the whole pool, not of a device's share."""
-        kind = self.layers[entry].policy.page_group
-        if kind is None:
+        """int32[batch, columns]: the page table of one of ``layers``; None if it has no pages.
+        ``whole``: with page numbers of the whole pool rather than of a device's shard."""
+        group = self.layers[entry].policy.page_group
+        if group is None:
             return None
-        pool = self.pools[self.page_groups.index(kind)]
+        pool = self.pools[self.page_groups.index(group)]
         return pool.whole if whole else pool.table
 
     def at(self, number: LayerNumber) -> tuple[int, Array | None]:
-        """Which of ``layers`` layer ``number`` of the model reads, and of a stack which one of its
-        layers, int32[].
+        """Which of ``layers`` layer ``number`` of the model reads; for a stack also the number of
+        the layer in it, int32[].
 
         Args:
-          number: counted through the model; traced where all layers are one stack; or the number of
-            a stack and, traced or not, that of a layer in it.
+          number: a layer of the model; may be traced if all layers are one stack. Or the number of
+            a stack and that of a layer in it, which may be traced.
 
         Raises:
-          ValueError: if there is no such layer, or it can't be told which one it is.
+          ValueError: if the layer does not exist, or a traced number is ambiguous.
         """
         if self.stacks is not None:
             return self._in_stack(number, self.stacks)
         if isinstance(number, tuple):
             raise ValueError(
-                f"layer {number}: the cache has no stacks, so a layer has a number of its own"
+                f"layer {number}: the cache has no stacks, so name a layer by one number"
             )
         if is_traced(number):
             raise ValueError(
                 "the number of a layer is traced: layers have policies of their own, so loop over "
-                "them in Python, or make them one stack, for scan: init_cache(..., stacked=True)"
+                "them in Python, or stack them for lax.scan: init_cache(..., stacked=True)"
             )
         number = as_int("layer", number, 0)
         count = len(self.layers if self.sources is None else self.sources)
         if number >= count:
-            raise ValueError(f"layer {number}: the cache has {count}, 0 the first")
+            raise ValueError(f"layer {number}: the cache has {count} layers, counted from 0")
         return (number if self.sources is None else self.sources[number]), None
 
     def _in_stack(
@@ -173,51 +181,57 @@ class KVCache:
         """``at`` of a stacked cache."""
         if isinstance(number, tuple):
             if len(number) != 2:
-                raise ValueError(f"a layer of a stack is (stack, number), got {number!r:.80}")
+                raise ValueError(f"a layer of a stack must be (stack, number), got {number!r:.80}")
             entry = as_int("the number of a stack", number[0], 0)
             if entry >= len(self.layers):
-                raise ValueError(f"stack {entry}: the cache has {len(self.layers)}, 0 the first")
+                raise ValueError(
+                    f"stack {entry}: the cache has {len(self.layers)} stacks, counted from 0"
+                )
             index, count = number[1], self.layers[entry].stack or 0
         elif is_traced(number):
             entry, index, count = 0, number, len(stacks)
             if len(self.layers) > 1:
                 raise ValueError(
-                    f"the number of a layer is traced, and the cache has {len(self.layers)} stacks "
-                    "of layers that are not alike: name one as (stack, number of its layer)"
+                    "the number of a layer is traced, but the cache has "
+                    f"{len(self.layers)} stacks: name a layer as (stack, number)"
                 )
         else:
             number = as_int("layer", number, 0)
             if number >= len(stacks):
-                raise ValueError(f"layer {number}: the cache has {len(stacks)}, 0 the first")
+                raise ValueError(
+                    f"layer {number}: the cache has {len(stacks)} layers, counted from 0"
+                )
             entry, index = stacks[number]
             count = self.layers[entry].stack or 0
         if not is_traced(index):
             index = as_int("layer", index, 0)
             if index >= count:
-                raise ValueError(f"layer {index} of stack {entry}: it has {count}, 0 the first")
+                raise ValueError(
+                    f"layer {index} of stack {entry}: it has {count} layers, counted from 0"
+                )
         index = jnp.asarray(index)
         if index.ndim or not jnp.issubdtype(index.dtype, jnp.integer):
-            raise ValueError(f"the number of a layer must be a whole number, got {index}")
+            raise ValueError(f"the number of a layer must be an integer, got {index}")
         return entry, index.astype(jnp.int32)
 
     def entry(self, number: LayerNumber) -> int:
-        """Which of ``layers`` layer ``number`` of the model reads: see ``at``."""
+        """Which of ``layers`` layer ``number`` of the model reads; see ``at``."""
         return self.at(number)[0]
 
     def layer(self, number: int) -> LayerCache:
-        """What layer ``number`` of the model reads."""
+        """The keys and values that layer ``number`` of the model reads."""
         return self.layers[self.entry(number)]
 
     def __repr__(self) -> str:
-        """What it is and how full, not the arrays."""
+        """The policies and lengths, without the arrays."""
         policies = ", ".join(dict.fromkeys(repr(layer.policy) for layer in self.layers))
         count = len(self.layers if self.stacks is None else self.stacks)
         return f"KVCache({count} layers of {policies}, length={self.length})"
 
 
 def with_rows(cache: KVCache, **changes: Any) -> KVCache:
-    """A cache with other cursors or status; on a mesh every device has those of its rows, whatever
-    they were computed from."""
+    """Replace fields of a cache. On a mesh, arrays [batch, ...] are put on the devices of their
+    rows."""
     changed = replace(cache, **changes)
     if changed.spread is None:
         return changed
