@@ -234,7 +234,7 @@ def test_one_beam_is_greedy(lm):
     given = {"max_new_tokens": NEW, "prefill_chunk": 16, "eos_token_ids": ENDS}
     request = prepare_request(lm, PROMPTS, GenerationOptions(**given))
     request = dataclasses.replace(request, search=SearchConfig(1, BeamConfig(1), early_stopping=1))
-    running = BeamStream(lm, request, watched=False)
+    running = BeamStream(lm, request, streamed=False)
     list(running)
     assert running.result.tokens == kvjax.generate(lm, PROMPTS, num_beams=1, **given).tokens
 

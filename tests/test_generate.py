@@ -778,9 +778,9 @@ def test_a_model_on_another_device_than_the_default_one(tiny_llama):
     other = jax.devices()[1]
     away = dataclasses.replace(tiny_llama, params=jax.device_put(tiny_llama.params, other))
     settings = {"max_new_tokens": 3, **SHARED}
-    with pytest.raises(ValueError, match=r"the model is on .*1.* call it inside jax"):
+    with pytest.raises(ValueError, match=r"the model is on .*1.* call this inside jax"):
         kvjax.generate(away, PROMPTS, **settings)
-    with pytest.raises(ValueError, match=r"call it inside jax\.default_device"):
+    with pytest.raises(ValueError, match=r"call this inside jax\.default_device"):
         kvjax.evaluate(away, [1, 2, 3], {}, context=2)
     with jax.default_device(other):
         found = kvjax.generate(away, PROMPTS, **settings)

@@ -151,7 +151,7 @@ class Conversation:
             request.capacity if request.capacity < UNLIMITED else capacity_bucket(request.positions)
         )
         request = replace(request, cache_tokens=[list(kept.tokens)], capacity=room)
-        stream = Stream(self.lm, request, watched=True)
+        stream = Stream(self.lm, request, streamed=True)
         again += common(self.lost, plan.ids)
         self.turns = [*turns, Turn(user, attempt=attempt, first=plan.first)]
         self.known, self.asked, self.held, self.lost = known, plan, None, ()

@@ -138,7 +138,7 @@ def stream(
       checked at once. ``NonFiniteError``, and errors of a ``prefix_cache``, are raised by the
       iteration: the prefix tree lends its pages when the first piece is requested.
     """
-    return start_generation(*_prepare(lm, prompts, settings), watched=True)
+    return start_generation(*_prepare(lm, prompts, settings), streamed=True)
 
 
 def _prepare(
@@ -202,14 +202,14 @@ def start_generation(
     lm: LanguageModel,
     request: GenerationRequest,
     *,
-    watched: bool,
+    streamed: bool,
     chunks: list[PromptChunk] | None = None,
 ) -> RunningGeneration:
     """A generation that runs while it is iterated over.
 
     Args:
       lm, request: the model and a checked request.
-      watched: whether someone waits for the text.
+      streamed: whether someone waits for the text.
       chunks: the prompts in chunks, if they are already on the device.
 
     Raises:
@@ -217,10 +217,10 @@ def start_generation(
     """
     search = request.search
     if search is None:
-        return Stream(lm, request, watched=watched, chunks=chunks)
+        return Stream(lm, request, streamed=streamed, chunks=chunks)
     if search.beams is not None:
-        return BeamStream(lm, request, watched=watched, chunks=chunks)
-    if watched:
+        return BeamStream(lm, request, streamed=streamed, chunks=chunks)
+    if streamed:
         raise ValueError("best_of can't be streamed: the best sample is known at the end only")
     return BestOf(lm, request, chunks=chunks)
 
@@ -229,7 +229,7 @@ def run_generation(
     lm: LanguageModel, request: GenerationRequest, *, chunks: list[PromptChunk] | None = None
 ) -> GenerationResult:
     """Run a generation to its end. Threads that use the same prefix tree take turns."""
-    pieces = start_generation(lm, request, watched=False, chunks=chunks)
+    pieces = start_generation(lm, request, streamed=False, chunks=chunks)
     prefixes = request.prefix_cache
     with nullcontext() if prefixes is None else prefixes.tree.lease_lock.acquire():
         for _ in pieces:

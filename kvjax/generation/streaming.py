@@ -44,17 +44,17 @@ class _DispatchSize:
     """Chooses ``steps``, the number of decode steps of the next dispatch.
 
     Args:
-      watched: whether someone waits for the text. Dispatches then begin short and adapt.
+      streamed: whether someone waits for the text. Dispatches then begin short and adapt.
       stops: whether stop strings may end a row. Steps after a stop string are wasted.
       fixed: steps of every dispatch; None if the number may change.
     """
 
-    def __init__(self, *, watched: bool, stops: bool, fixed: int | None = None) -> None:
+    def __init__(self, *, streamed: bool, stops: bool, fixed: int | None = None) -> None:
         # Processes that run together must take the same steps, so time can't decide.
         single = jax.process_count() == 1
         first = 1 if single else _DISTRIBUTED_STEPS
-        self.steps = first if watched else _MAX_STREAMED_STEPS if stops else MAX_STEPS
-        self._adaptive = watched and single and fixed is None
+        self.steps = first if streamed else _MAX_STREAMED_STEPS if stops else MAX_STEPS
+        self._adaptive = streamed and single and fixed is None
         self.steps = fixed or self.steps
 
     def update(self, seconds: float) -> None:
@@ -113,7 +113,7 @@ class Stream(PieceIterator):
 
     Args:
       lm, request: the model and a checked request.
-      watched: whether someone waits for the text.
+      streamed: whether someone waits for the text.
       chunks: the prompts in chunks, if they are already on the device.
     """
 
@@ -122,7 +122,7 @@ class Stream(PieceIterator):
         lm: LanguageModel,
         request: GenerationRequest,
         *,
-        watched: bool,
+        streamed: bool,
         chunks: list[PromptChunk] | None = None,
     ) -> None:
         self._request, self._chunks = request, chunks
@@ -146,7 +146,7 @@ class Stream(PieceIterator):
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._counts = np.zeros(len(self._rows), np.int32)
         fixed = self._session.max_steps
-        self._size = _DispatchSize(watched=watched, stops=bool(request.stop), fixed=fixed)
+        self._size = _DispatchSize(streamed=streamed, stops=bool(request.stop), fixed=fixed)
         self._speculation: Speculation | None = None
         self._prefill_timer, self._decode_timer = Timer(), Timer()
         self._stopping = False

@@ -43,12 +43,12 @@ class BeamStream(PieceIterator):
         lm: LanguageModel,
         request: GenerationRequest,
         *,
-        watched: bool,
+        streamed: bool,
         chunks: list[PromptChunk] | None = None,
     ) -> None:
         search = request.search
         assert search is not None and search.beams is not None
-        self._request, self._chunks, self._watched = request, chunks, watched
+        self._request, self._chunks, self._streamed = request, chunks, streamed
         self._session = Session(lm, request)
         self._search = search_of(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
@@ -81,7 +81,7 @@ class BeamStream(PieceIterator):
             self._collect(self._search.begin())
         dispatched, longest = 1, request.positions - request.max_new_tokens
         in_flight: deque[SearchOutput] = deque()
-        max_steps, ahead = _WATCHED_STEPS if self._watched else MAX_STEPS, 2
+        max_steps, ahead = _WATCHED_STEPS if self._streamed else MAX_STEPS, 2
         if request.guides is not None:  # each step needs the tokens of the one before
             max_steps, ahead = 1, 1
         while not self._state.done.all():
@@ -115,7 +115,7 @@ class BeamStream(PieceIterator):
             )
         self._history.add(columns, int(state.count.max()) - len(self._history))
         self._state = state
-        if self._watched and not state.done.all():
+        if self._streamed and not state.done.all():
             self._push_common()
 
     def _push_common(self) -> None:
