@@ -17,7 +17,7 @@ import pytest
 import kvjax
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.pytree import tree_bytes
-from kvjax.engine import rows as engine_rows
+from kvjax.engine import model_runner as engine_rows
 from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits

@@ -218,8 +218,8 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: measure(lm, {"raw": "static"}): "a measurement does not support models with an enc",
         lambda: of_decoder(read, TARGET[:1]): "has read 2 texts, and this call has 1 row",
         lambda: written(lm, cache=written(lm).cache): "a cache was given, but the model's encod",
-        lambda: kvjax.PrefixTree(lm, **pages): "trees of prefixes, and engines, tell texts",
-        lambda: kvjax.PrefixTree(read, **pages): "trees of prefixes, and engines, tell texts",
+        lambda: kvjax.PrefixTree(lm, **pages): "prefix trees and engines identify sequences",
+        lambda: kvjax.PrefixTree(read, **pages): "prefix trees and engines identify sequences",
         lambda: written(lm, cache="auto"): "moves layers as a sequence grows",
         lambda: lm.reading(
             TEXTS, kvjax.policy("auto", memory=9999)
