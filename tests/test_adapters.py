@@ -265,7 +265,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.language_model(
             type("Odd", (), {"__hash__": None, "__call__": whole})(), changed(), {"a": np.ones(1)}
         ),
-        "with a hash",
+        "must be a hashable function",
     ),
     "no vocabulary": (
         lambda: kvjax.language_model(whole, changed(vocab_size=None), {"a": np.ones(1)}),
@@ -279,10 +279,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.language_model(whole, changed(num_key_value_heads=None), {"a": np.ones(1)}),
         "neither num_key_value_heads nor num_attention_heads",
     ),
-    "no arrays": (lambda: kvjax.language_model(whole, changed(), {"a": "b"}), "a tree of arrays"),
+    "no arrays": (lambda: kvjax.language_model(whole, changed(), {"a": "b"}), "a pytree of arrays"),
     "an end that is no token": (
         lambda: kvjax.language_model(whole, changed(), {"a": np.ones(1)}, eos_token_ids=97),
-        "token 97: the vocabulary has 97",
+        "token id 97 is out of range: the vocabulary has 97",
     ),
     "a tokenizer that can't decode": (
         lambda: kvjax.language_model(whole, changed(), {"a": np.ones(1)}, "letters"),
@@ -295,11 +295,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         calls(lambda p, t, c, n: (whole(p, t, c, n)[0][..., :5], c)), "of <lambda> must be"
     ),
     "a call in place of the cache": (
-        calls(lambda p, t, c, n: (whole(p, t, c, n)[0], begins(p, t, c, n))), "done.. gives that"
+        calls(lambda p, t, c, n: (whole(p, t, c, n)[0], begins(p, t, c, n))), "return call.done"
     ),
     "a forgotten done": (
         calls(lambda p, t, c, n: (whole(p, t, c, n)[0], begins(p, t, c, n).cache)),
-        "in the middle of a call",
+        "a cache within a call",
     ),
     "the cache as it was given": (
         calls(lambda p, t, c, n: (whole(p, t, c, n)[0], c)), "without the call's tokens"

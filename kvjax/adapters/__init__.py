@@ -1,1 +1,1 @@
-"""Other people's models and training loops; adapters of frameworks are imported by name."""
+"""Models and training loops of other libraries; import the adapter of a framework by name."""

@@ -1,4 +1,4 @@
-"""Flax's ``attention_fn``, which NNX and Linen have in common, with a cache."""
+"""Flax's ``attention_fn`` with a cache, shared by NNX and Linen."""
 
 import inspect
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from kvjax.core.rotary import RotaryTable
 
 @dataclass(frozen=True, eq=False)
 class CachedAttention:
-    """An ``attention_fn``: equal for what is made alike, so that programs of models that are made
-    twice are compiled once."""
+    """An ``attention_fn``.
+
+    Two are equal if they have the same arguments, so programs of equal models are compiled once.
+    """
 
     layer: int
     own: Callable[..., Any]
@@ -24,7 +26,7 @@ class CachedAttention:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of ``own``: Linen gives an ``attention_fn`` no argument that its signature lacks."""
+        """The signature of ``own``, because Linen passes only arguments that the signature has."""
         return inspect.signature(self.own)
 
     def _key(self) -> tuple[Any, ...]:
@@ -39,7 +41,7 @@ class CachedAttention:
     def __call__(
         self, query: TokensFirst, key: TokensFirst, value: TokensFirst, *args: Any, **options: Any
     ) -> TokensFirst:
-        """Attention, [batch, new, heads, head_dim]."""
+        """Attention on arrays [batch, new, heads, head_dim]."""
         call, sight = current_call(), dict(self.sight)
         if call is None and self.rotary is None and not sight:
             return self.own(query, key, value, *args, **options)
@@ -54,11 +56,12 @@ class CachedAttention:
 def cached_attention(
     layer: int, own: Callable[..., Any], rotary: RotaryTable | None, sight: dict[str, Any]
 ) -> CachedAttention:
-    """The ``attention_fn`` of a layer: inside ``running`` it goes by the call's cache. Elsewhere it
-    is ``own``, Flax's, or where that lacks ``rotary`` positions or a ``sight``, kvjax's without a
-    cache.
+    """The ``attention_fn`` of a layer.
+
+    Inside ``running`` it uses the call's cache. Outside it is ``own``, Flax's function, or kvjax's
+    uncached attention if the layer has ``rotary`` positions or options in ``sight``.
 
     Raises:
-      ValueError: if ``layer`` is no number.
+      ValueError: if ``layer`` is not a layer index.
     """
     return CachedAttention(check_layer_number(layer), own, rotary, tuple(sorted(sight.items())))

@@ -1,5 +1,7 @@
-"""The call that runs, for attention layers that are handed queries, keys and values and nothing
-else: frameworks' own, which a model can't give a call to carry."""
+"""The running call, for framework layers that only receive queries, keys and values.
+
+A model can't pass a call through such layers, so they find it in a context variable.
+"""
 
 import contextlib
 import contextvars
@@ -17,7 +19,7 @@ from kvjax.core.typing import Array, Counts, Positions, Tokens
 from kvjax.core.validation import as_int
 
 TokensFirst = Float[Array, "batch new heads head_dim"]
-"""The order of axes that frameworks' attention has."""
+"""The axis order of frameworks' attention functions."""
 
 _current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
     "call", default=None
@@ -25,15 +27,14 @@ _current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
 
 
 class RunningCall:
-    """A call while a model runs: each of its attention layers goes on with what the one before it
-    has left in ``step``."""
+    """A call that is running: each attention layer updates ``step`` for the next one."""
 
-    def __init__(self, begun: Step) -> None:
-        self.step, self._ended = begun, False
+    def __init__(self, step: Step) -> None:
+        self.step, self._ended = step, False
 
     @property
     def positions(self) -> Positions:
-        """Where the call's tokens stand, for learned positions: as of ``kvjax.Step``."""
+        """Positions of the call's tokens, for learned position embeddings; see ``kvjax.Step``."""
         return self.step.positions
 
     def attend(
@@ -46,15 +47,15 @@ class RunningCall:
         rotary: RotaryTable | None = None,
         **sight: Any,
     ) -> TokensFirst:
-        """A layer's attention, tokens before heads: as ``kvjax.Step.attend``."""
+        """``kvjax.Step.attend`` with the axes of ``TokensFirst``."""
         if self._ended:
-            raise ValueError("the call has ended: done() stands behind the model's last layer")
+            raise ValueError("the call has ended: call done() after the model's last layer")
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
-        mixed, self.step = self.step.attend(layer, q, k, v, rotary=rotary, **sight)
-        return jnp.swapaxes(mixed, 1, 2)
+        output, self.step = self.step.attend(layer, q, k, v, rotary=rotary, **sight)
+        return jnp.swapaxes(output, 1, 2)
 
     def done(self) -> KVCache | None:
-        """The cache with the call's tokens; None where there is none."""
+        """End the call and return the cache with its tokens; None without a cache."""
         self._ended = True
         return self.step.done()
 
@@ -63,14 +64,14 @@ class RunningCall:
 def running(
     cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None
 ) -> Iterator[RunningCall]:
-    """Run a model's layers as one call on a cache; arguments and errors as of ``kvjax.step``::
+    """Run a model's layers as one call on a cache; see ``kvjax.step`` for arguments and errors::
 
         with running(cache, tokens, lengths=lengths) as call:
             logits = model(tokens)      # its layers have this module's attention
         return logits, call.done()
 
-    Layers must be traced where the call is: not inside a scan, a ``remat`` or a ``jit`` of their
-    own, through which what they leave can't be carried. There models hand a ``kvjax.Step`` on.
+    The layers must be traced together with the call, not inside a scan, ``remat`` or ``jit`` of
+    their own, which can't carry their updates. Models with these pass on a ``kvjax.Step`` instead.
     """
     call = RunningCall(step(cache, tokens, lengths=lengths))
     token = _current.set(call)
@@ -81,13 +82,15 @@ def running(
 
 
 def current_call() -> RunningCall | None:
-    """The call that runs, None outside of ``running``."""
+    """The running call; None outside of ``running``."""
     return _current.get()
 
 
 def positions(tokens: Array) -> Positions:
-    """Where tokens [batch, new] stand, for learned positions: int32[batch, new] in the call that
-    runs, or 0 on, [1, new]."""
+    """Positions of tokens [batch, new], for learned position embeddings.
+
+    They are int32[batch, new] in a running call, and 0 to ``new - 1``, [1, new], outside of one.
+    """
     call = current_call()
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if call is None else call.positions
 
@@ -95,8 +98,11 @@ def positions(tokens: Array) -> Positions:
 def call_model(
     model: Callable[..., Any], tokens: Tokens, cache: KVCache | None, lengths: Counts | None
 ) -> tuple[Array, KVCache | None]:
-    """A model whose call has a parameter ``cache`` is given ``(tokens, cache, lengths)``, and gives
-    ``(logits, cache)``; any other is given tokens, inside ``running``, and gives logits."""
+    """Call a model and return (logits, cache).
+
+    A model with a parameter ``cache`` is called with ``(tokens, cache, lengths)``. Any other model
+    is called with the tokens inside ``running``, and returns logits.
+    """
     if "cache" in inspect.signature(model).parameters:
         return model(tokens, cache, lengths)
     with running(cache, tokens, lengths=lengths) as call:
@@ -105,5 +111,5 @@ def call_model(
 
 
 def check_layer_number(layer: Any) -> int:
-    """The number of a layer, as an attention of it is made."""
+    """Check the index of a layer that an attention is created for."""
     return as_int("layer", layer, 0)

@@ -26,36 +26,40 @@ def attend(
     rotary: RotaryTable | None = None,
     **sight: Any,
 ) -> tuple[Float[Array, "batch new out"], Step]:
-    """Causal self-attention by the projections of an ``eqx.nn.MultiheadAttention``, with a cache.
+    """Causal self-attention with a cache, with an ``eqx.nn.MultiheadAttention``'s projections.
 
-    Equinox's own call is for one row; here all rows go together, for a cache has them.
+    Equinox calls modules on a single row; here all rows are computed together.
 
     Args:
-      attention: the module, or one that has ``query_proj``, ``key_proj``, ``value_proj``,
-        ``output_proj``, which map a token's features, and ``num_heads``; heads of keys and values
-        may be fewer.
-      x: what it is given.
-      call, layer: of ``kvjax.step``, and the layer's number in it.
-      rotary: the table to rotate queries and keys by, None where there are no such positions.
-      sight: ``window`` and the others, as ``kvjax.attend`` takes them; ``scale`` is by default the
-        inverse root of the channels of a head.
+      attention: the module, or any object with ``num_heads`` and with ``query_proj``,
+        ``key_proj``, ``value_proj`` and ``output_proj``, which map the features of a token. There
+        may be fewer key-value heads than query heads.
+      x: the module's input.
+      call: of ``kvjax.step``.
+      layer: index of the layer.
+      rotary: the table to rotate queries and keys with, or None.
+      sight: ``window`` and the other options of ``kvjax.attend``. ``scale`` is by default
+        ``head_dim ** -0.5``.
 
     Returns:
-      What the module's call gives of each row, and the call with the layer's tokens.
+      The module's output for each row, and the call with the layer's tokens.
     """
-    queries = _each(attention.query_proj, x)
+    queries = _map_tokens(attention.query_proj, x)
     head_dim = queries.shape[-1] // attention.num_heads
     q, k, v = (
         jnp.swapaxes(y.reshape(*x.shape[:2], -1, head_dim), 1, 2)
-        for y in (queries, _each(attention.key_proj, x), _each(attention.value_proj, x))
+        for y in (queries, _map_tokens(attention.key_proj, x), _map_tokens(attention.value_proj, x))
     )
-    mixed, call = call.attend(layer, q, k, v, rotary=rotary, **sight)
-    return _each(attention.output_proj, jnp.swapaxes(mixed, 1, 2).reshape(*x.shape[:2], -1)), call
+    output, call = call.attend(layer, q, k, v, rotary=rotary, **sight)
+    output = jnp.swapaxes(output, 1, 2).reshape(*x.shape[:2], -1)
+    return _map_tokens(attention.output_proj, output), call
 
 
 def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", Any]:
-    """``apply`` and ``params`` for ``kvjax.language_model``, of a model whose call takes
-    ``(tokens, cache, lengths)`` and gives ``(logits, cache)``."""
+    """``apply`` and ``params`` of a model for ``kvjax.language_model``.
+
+    The model is called with ``(tokens, cache, lengths)`` and returns ``(logits, cache)``.
+    """
     params, static = eqx.partition(model, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)
     return ModelFunction(tuple(leaves), structure), params
@@ -63,16 +67,16 @@ def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", Any]:
 
 @dataclass(frozen=True)
 class ModelFunction:
-    """A model without its arrays: equal for models of the same form."""
+    """A model without its arrays; equal for models of the same structure."""
 
     leaves: tuple[Any, ...]
     structure: Any
 
     @property
     def __name__(self) -> str:
-        """Of the model's class."""
-        kind, _ = self.structure.node_data() or (type(self), None)
-        return str(kind.__name__)
+        """The name of the model's class."""
+        cls, _ = self.structure.node_data() or (type(self), None)
+        return str(cls.__name__)
 
     def __call__(
         self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
@@ -82,6 +86,6 @@ class ModelFunction:
         return model(tokens, cache, lengths)
 
 
-def _each(layer: Callable[[Array], Array], x: Array) -> Array:
-    """A layer of a token's features, of all tokens."""
+def _map_tokens(layer: Callable[[Array], Array], x: Array) -> Array:
+    """Apply a layer of a token's features to all tokens."""
     return jax.vmap(jax.vmap(layer))(x)

@@ -12,27 +12,29 @@ from kvjax.core.typing import Array, Counts, Tokens
 __all__ = ["GroupQueryAttention", "MultiHeadAttention", "as_function", "positions", "running"]
 
 
-class _Numbered(keras.layers.Layer):
-    """A layer that knows its number."""
+class _IndexedLayer(keras.layers.Layer):
+    """A layer with its index in the model."""
 
     def __init__(self, *args: Any, layer: int, **options: Any) -> None:
-        """Make one; arguments as of Keras' own, and ``layer``, its number.
+        """Create a layer with Keras's arguments and its index ``layer``.
 
         Raises:
-          ValueError: if ``layer`` is no number.
+          ValueError: if ``layer`` is not a layer index.
         """
         super().__init__(*args, **options)
         self.layer = check_layer_number(layer)
 
     def get_config(self) -> dict[str, Any]:
-        """As Keras', with ``layer``."""
+        """Keras's config, with ``layer``."""
         return {**super().get_config(), "layer": self.layer}
 
 
-class MultiHeadAttention(_Numbered, keras.layers.MultiHeadAttention):
-    """``keras.layers.MultiHeadAttention(..., layer=)`` with a cache: inside ``running`` its keys
-    and values are appended, and its queries attend. Causal there, whatever masks it is given, and
-    within its ``sliding_window``."""
+class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
+    """``keras.layers.MultiHeadAttention(..., layer=)`` with a cache.
+
+    Inside ``running`` it appends keys and values to the cache and attends to it, causally and
+    within its ``sliding_window``; masks are ignored.
+    """
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
@@ -43,9 +45,11 @@ class MultiHeadAttention(_Numbered, keras.layers.MultiHeadAttention):
         return call.attend(self.layer, query, key, value, window=self._sliding_window), None
 
 
-class GroupQueryAttention(_Numbered, keras.layers.GroupQueryAttention):
-    """``keras.layers.GroupQueryAttention(..., layer=)`` with a cache, as ``MultiHeadAttention``
-    here; the cache has ``num_key_value_heads`` heads."""
+class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
+    """``keras.layers.GroupQueryAttention(..., layer=)`` with a cache; see ``MultiHeadAttention``.
+
+    The cache has ``num_key_value_heads`` heads.
+    """
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
@@ -53,33 +57,34 @@ class GroupQueryAttention(_Numbered, keras.layers.GroupQueryAttention):
         call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)
-        # Keras has given every query head a copy of its own.
+        # Keras has repeated keys and values for every query head.
         keys, values = (x[:, :, :: self.num_repeats] for x in (key, value))
         return call.attend(self.layer, query, keys, values, window=self.sliding_window), None
 
 
 def as_function(model: keras.Model) -> tuple["ModelFunction", Any]:
-    """``apply`` and ``params`` for ``kvjax.language_model``, of a model that is built, takes tokens
-    [batch, new] of any width, and gives logits; its attention layers are of this module. What
-    training has changed, ``params_of`` tells again.
+    """``apply`` and ``params`` of a built model for ``kvjax.language_model``.
+
+    The model takes tokens [batch, new] of any width and returns logits; its attention layers must
+    be those of this module. After training, ``params_of`` returns the new parameters.
 
     Raises:
-      ValueError: if Keras runs on another backend, or the model is not built.
+      ValueError: if Keras uses another backend than JAX, or the model is not built.
     """
     if keras.backend.backend() != "jax":
         raise ValueError(
-            f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND=jax before it is imported"
+            f"Keras uses {keras.backend.backend()}: set KERAS_BACKEND=jax before importing it"
         )
     if not model.built:
-        raise ValueError("the model is not built: call it on some tokens first")
+        raise ValueError("the model is not built: call it on tokens first")
     return ModelFunction(model), params_of(model)
 
 
 def params_of(model: keras.Model) -> dict[str, list[Array]]:
-    """The arrays of a model's variables, as its function takes them."""
+    """The arrays of a model's variables, as ``ModelFunction`` takes them."""
     return {
-        "trainable": [each.value for each in model.trainable_variables],
-        "others": [each.value for each in model.non_trainable_variables],
+        "trainable": [variable.value for variable in model.trainable_variables],
+        "others": [variable.value for variable in model.non_trainable_variables],
     }
 
 
@@ -91,7 +96,7 @@ class ModelFunction:
 
     @property
     def __name__(self) -> str:
-        """The model's."""
+        """The model's name."""
         return str(self.model.name)
 
     def __call__(
@@ -100,9 +105,9 @@ class ModelFunction:
         """Run the model."""
 
         def logits(tokens: Tokens) -> Array:
-            found, _ = self.model.stateless_call(
+            outputs, _ = self.model.stateless_call(
                 params["trainable"], params["others"], tokens, training=False
             )
-            return found
+            return outputs
 
         return call_model(logits, tokens, cache, lengths)

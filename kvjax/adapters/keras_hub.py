@@ -1,7 +1,8 @@
-"""KerasHub: its language models with a cache of kvjax, in place of ``call_with_cache``.
+"""KerasHub: language models with kvjax's cache instead of ``call_with_cache``.
 
-KerasHub's attention layers ask a serving context, which its vLLM bridge fills, for the positions of
-tokens and a function that attends; here the function is kvjax's. Layers are counted as they come.
+KerasHub's attention layers look for a serving context, made for its vLLM bridge. It holds the
+positions of tokens and an attention function, which here is kvjax's. Layers are numbered in the
+order of their calls.
 """
 
 from dataclasses import dataclass
@@ -23,16 +24,16 @@ __all__ = ["as_language_model"]
 
 
 def as_language_model(model: Any, **options: Any) -> LanguageModel:
-    """A ``keras_hub`` ``CausalLM`` as a model for ``kvjax.generate`` and its like.
+    """Turn a ``keras_hub`` ``CausalLM`` into a model for ``kvjax.generate`` and other functions.
 
     Args:
-      model: of a family whose attention asks KerasHub's serving context: Llama, Mistral, Qwen 2 and
-        3, Gemma to Gemma 3 and others of version 0.32 or later.
-      options: ``tokenizer`` (by default the model's own, where it has one, as ids and text),
-        ``eos_token_ids`` and the others of ``kvjax.language_model``.
+      model: a model of a family whose attention uses KerasHub's serving context: Llama, Mistral,
+        Qwen 2 and 3, Gemma to Gemma 3 and others, from KerasHub 0.32 on.
+      options: ``tokenizer`` (by default the model's own, if it has one), ``eos_token_ids`` and
+        other options of ``kvjax.language_model``.
 
     Raises:
-      ValueError: if Keras runs on another backend than JAX, or a backbone lacks a number.
+      ValueError: if Keras uses another backend than JAX, or the backbone lacks a number.
     """
     backbone = model.backbone
     heads = _number(backbone, "num_query_heads", "num_heads")
@@ -65,31 +66,39 @@ class CausalFunction:
 
     @property
     def __name__(self) -> str:
-        """The backbone's."""
+        """The name of the backbone."""
         return str(self.backbone.name)
 
     def __call__(
         self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
-        """Run the model; its layers see every token as a row of its own."""
+        """Run the model; its layers get every token as a row of its own."""
         batch, new = tokens.shape
         call, layer = step(cache, tokens, lengths=lengths), 0
 
         def attend(
-            held: None, query: Array, key: Array, value: Array, scale: float, head_dim: int,
-            heads: int, kv_heads: int, *, sliding_window: int | None = None,
+            kv_cache: None,
+            query: Array,
+            key: Array,
+            value: Array,
+            scale: float,
+            head_dim: int,
+            heads: int,
+            kv_heads: int,
+            *,
+            sliding_window: int | None = None,
             soft_cap: float | None = None,
-        ) -> tuple[None, Array]:  # fmt: skip
+        ) -> tuple[None, Array]:
             nonlocal call, layer
             q, k, v = (
                 jnp.swapaxes(x.reshape(batch, new, count, head_dim), 1, 2)
                 for x, count in ((query, heads), (key, kv_heads), (value, kv_heads))
             )
-            mixed, call = call.attend(
+            output, call = call.attend(
                 layer, q, k, v, scale=scale, window=sliding_window, soft_cap=soft_cap
             )
             layer += 1
-            return held, jnp.swapaxes(mixed, 1, 2).reshape(batch * new, heads * head_dim)
+            return kv_cache, jnp.swapaxes(output, 1, 2).reshape(batch * new, heads * head_dim)
 
         positions = jnp.broadcast_to(call.positions, (batch, new)).reshape(-1)
         flat = tokens.reshape(-1, 1)
@@ -100,33 +109,33 @@ class CausalFunction:
             )
         if layer != self.backbone.num_layers:
             raise ValueError(
-                f"{layer} of {self.backbone.num_layers} attention layers of {self.__name__} asked "
-                "KerasHub's serving context: the others take no cache of somebody else's"
+                f"{layer} of {self.backbone.num_layers} attention layers of {self.__name__} use "
+                "KerasHub's serving context: the others can't use another cache"
             )
         return self._logits(params, hidden.reshape(batch, new, -1)), call.done()
 
     def _logits(self, params: Any, hidden: Array) -> Array:
-        every = [
+        variables = [
             *zip(self.backbone.trainable_variables, params["trainable"], strict=True),
             *zip(self.backbone.non_trainable_variables, params["others"], strict=True),
         ]
-        with StatelessScope(every):
+        with StatelessScope(variables):
             return self.backbone.token_embedding(hidden, reverse=True)
 
 
 class _Tokenizer:
-    """A tokenizer of KerasHub, with lists of ids."""
+    """A tokenizer of KerasHub that returns lists of ids."""
 
-    def __init__(self, given: Any) -> None:
-        self.given = given
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return [int(i) for i in self.given.tokenize(text)]
+        return [int(i) for i in self.tokenizer.tokenize(text)]
 
     def decode(self, ids: list[int]) -> str:
         """The text of token ids."""
-        return str(self.given.detokenize(ids))
+        return str(self.tokenizer.detokenize(ids))
 
 
 def _number(backbone: Any, *names: str, default: int | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A function, its config and its parameters as a LanguageModel."""
+"""``language_model``: turn a function, a config and parameters into a ``LanguageModel``."""
 
 import inspect
 from collections import Counter
@@ -21,9 +21,9 @@ from kvjax.generation.model import GenerationDefaults, apply_in_chunks
 from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads, decoder_config, layer_heads
 
-_NEEDED = ("params", "tokens", "cache", "lengths")
-_TAKEN = ("last_only", "max_len")
-"""What a function is told beside these, if it has a parameter of this name."""
+_REQUIRED = ("params", "tokens", "cache", "lengths")
+_OPTIONAL = ("last_only", "max_len")
+"""Arguments that a function receives if it has parameters of these names."""
 
 
 def language_model(
@@ -36,7 +36,7 @@ def language_model(
     pad_token_id: int | None = None,
     specs: Any = None,
 ) -> LanguageModel:
-    """A model of one's own, for ``generate``, ``stream``, ``compile``, ``evaluate``, ``plan``,
+    """Use your own model with ``generate``, ``stream``, ``compile``, ``evaluate``, ``plan``,
     ``bench`` and ``rollout``::
 
         def apply(params, tokens, cache, lengths):
@@ -47,31 +47,31 @@ def language_model(
         lm = kvjax.language_model(apply, config, params, tokenizer)
 
     Args:
-      apply: ``(params, tokens, cache, lengths) -> (logits, cache)``, pure. ``tokens``: int32
-        [batch, new], right-padded; ``cache``: a ``KVCache``, or None for the same without one, and
-        then the second result is not looked at; ``lengths``: int32[batch], real tokens a row, or
-        None for all; logits: [batch, new, vocab]. If it has a parameter ``last_only``, it is True
-        where only the logits of each row's last real token are wanted, [batch, 1, vocab], which
-        saves the others' work; ``max_len``: without a cache, the length that length-dependent
-        rotary frequencies go by. Programs are compiled once for each function: one that is
-        defined anew is compiled anew.
+      apply: a pure function ``(params, tokens, cache, lengths) -> (logits, cache)``. ``tokens``:
+        int32[batch, new], right-padded. ``cache``: a ``KVCache``, or None to run without a cache;
+        then the returned cache is ignored. ``lengths``: int32[batch], the number of real tokens per
+        row, or None if all are real. Logits: [batch, new, vocab]. Two more parameters are optional.
+        ``last_only`` is True if only the logits of each row's last real token are needed; then
+        they may be [batch, 1, vocab]. ``max_len`` is the length for length-dependent rotary
+        frequencies if there is no cache. Programs are compiled once per function, so don't define
+        the function anew for every call.
       config: an object or a mapping with ``num_hidden_layers``, ``num_key_value_heads``,
-        ``head_dim`` and ``vocab_size``, Transformers' names, whose own configs serve as well.
-        ``dtype``, of caches, is by default that of most of ``params``. Where it has them:
-        ``position_limit``, how many positions the model has; ``windows`` or ``layer_types``;
-        ``stacked``, True for a model that goes through its layers by a scan and so takes stacked
-        caches; ``num_attention_heads`` and ``hidden_size``, which ``plan`` goes by.
-      params: a tree of arrays.
-      tokenizer: of kvjax, Transformers or ``tokenizers``, or any object with ``encode(text)`` and
-        ``decode(ids)``; None for prompts of token ids alone.
-      eos_token_ids: tokens that end a text; by default the config's ``eos_token_id``, if there.
-      pad_token_id: what stands behind the real tokens of a row, any token.
-      specs: what of each parameter the axes of a mesh divide: ``PartitionSpec``, in a tree like
-        ``params`` or its upper part. By default every device of a mesh has all of them.
+        ``head_dim`` and ``vocab_size``, as in Transformers, whose configs work too. ``dtype``, used
+        for caches, defaults to the most common dtype of ``params``. Optional: ``position_limit``,
+        the number of positions that the model has; ``windows`` or ``layer_types``; ``stacked``,
+        True for a model that scans over its layers and so needs stacked caches;
+        ``num_attention_heads`` and ``hidden_size``, which ``plan`` needs.
+      params: a pytree of arrays.
+      tokenizer: a tokenizer of kvjax, Transformers or ``tokenizers``, or any object with
+        ``encode(text)`` and ``decode(ids)``; None if prompts are token ids.
+      eos_token_ids: tokens that end a text; by default the config's ``eos_token_id``, if present.
+      pad_token_id: the token that pads rows; any token works.
+      specs: the ``PartitionSpec`` of each parameter over a mesh, as a pytree like ``params`` or a
+        prefix of it. By default parameters are replicated.
 
     Raises:
-      ValueError: if ``apply`` has no such parameters, or no hash; the config lacks a number; a
-        token is not in the vocabulary; ``params`` has no arrays.
+      ValueError: if ``apply`` lacks a parameter or is not hashable, the config lacks a number, a
+        token is not in the vocabulary, or ``params`` has no arrays.
     """
     config = _config(config, params)
     vocab = as_int("the config's vocab_size", config.vocab_size, 1)
@@ -80,12 +80,12 @@ def language_model(
     ends = _ids(eos_token_ids)
     for token in (*ends, *_ids(pad_token_id)):
         if as_int("a token", token, 0) >= vocab:
-            raise ValueError(f"token {token}: the vocabulary has {vocab}, 0 to {vocab - 1}")
+            raise ValueError(f"token id {token} is out of range: the vocabulary has {vocab} tokens")
     name = getattr(apply, "__name__", type(apply).__name__)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     leaves, structure = jax.tree.flatten(shapes)
     model = FunctionModel(
-        apply, vocab, _taken(apply, name), structure, tuple(leaves), config, specs
+        apply, vocab, _optional_parameters(apply, name), structure, tuple(leaves), config, specs
     )
     defaults = GenerationDefaults(eos_token_ids=ends, pad_token_id=pad_token_id)
     params = without_weak_types(params)
@@ -93,34 +93,34 @@ def language_model(
 
 
 def _config(config: Any, params: Any) -> Any:
-    """The config of the decoder, with a dtype."""
+    """The decoder's config, with a dtype."""
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
     config = decoder_config(config)
     layer_heads(config)
     if not hasattr(config, "vocab_size"):
-        raise ValueError(f"the config, a {type(config).__name__}, has no vocab_size")
+        raise ValueError(f"config, a {type(config).__name__}, has no vocab_size")
     leaves = jax.tree.leaves(params)
     if not leaves or not all(hasattr(leaf, "shape") for leaf in leaves):
-        raise ValueError("params must be a tree of arrays, with nothing else in it")
+        raise ValueError("params must be a pytree of arrays only")
     if getattr(config, "dtype", None) is not None:
         return config
-    bytes_of: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for leaf in leaves:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
-            bytes_of[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
-    # That of most: norms are often wider.
-    return _With(config, dtype=max(bytes_of, key=lambda name: bytes_of[name], default="float32"))
+            sizes[jnp.dtype(leaf.dtype).name] += leaf.size * leaf.dtype.itemsize
+    # The dtype with the most bytes, since norms often have a wider one.
+    return _ConfigWith(config, dtype=max(sizes, key=lambda name: sizes[name], default="float32"))
 
 
-class _With:
-    """A config, and what it does not say."""
+class _ConfigWith:
+    """A config with additional attributes."""
 
-    def __init__(self, config: Any, **said: Any) -> None:
-        vars(self).update(said, _config=config)
+    def __init__(self, config: Any, **attributes: Any) -> None:
+        vars(self).update(attributes, _config=config)
 
-    def get_text_config(self, decoder: bool = True) -> "_With":
-        """Itself: of Transformers' configs it has the decoder's."""
+    def get_text_config(self, decoder: bool = True) -> "_ConfigWith":
+        """The config itself, which is already the decoder's."""
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -129,47 +129,47 @@ class _With:
         return getattr(self._config, name)
 
 
-def _taken(apply: Callable[..., Any], name: str) -> tuple[str, ...]:
-    """What a function is told beside what every one is."""
+def _optional_parameters(apply: Callable[..., Any], name: str) -> tuple[str, ...]:
+    """The optional parameters that a function has; an error if it lacks a required one."""
     try:
         hash(apply)
         signature = inspect.signature(apply)
-        signature.bind(*_NEEDED)
+        signature.bind(*_REQUIRED)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{name} must be a function of (params, tokens, cache, lengths), with a hash: {error}"
+            f"{name} must be a hashable function of (params, tokens, cache, lengths): {error}"
         ) from None
-    return tuple(name for name in _TAKEN if name in signature.parameters)
+    return tuple(name for name in _OPTIONAL if name in signature.parameters)
 
 
-def _ids(given: Any) -> tuple[int, ...]:
-    if given is None:
+def _ids(tokens: Any) -> tuple[int, ...]:
+    if tokens is None:
         return ()
-    return tuple(int(i) for i in given) if isinstance(given, Iterable) else (given,)
+    return tuple(int(i) for i in tokens) if isinstance(tokens, Iterable) else (tokens,)
 
 
 @dataclass(frozen=True, eq=False)
 class FunctionModel:
-    """A function as a model without its parameters: what ``kvjax.models.Architecture`` is of those.
+    """A function as a model without parameters, like ``kvjax.models.Architecture``.
 
-    Equal are those of one function, for parameters of the same shapes: that is what a program of
-    it is traced by. Config and specs are not: caches, and where parameters are, come from them
-    before, and are arguments of the program.
+    Two are equal if they have the same function and parameters of the same shapes, because these
+    determine the traced programs. ``config`` and ``specs`` are not compared: they only determine
+    caches and shardings, which are arguments of the programs.
     """
 
     function: Callable[..., Any]
     vocab: int
-    takes: tuple[str, ...]
+    optional: tuple[str, ...]
     structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     config: Any
     specs: Any
 
     in_one_piece = True
-    """It can't be taken apart into layers."""
+    """The model can't be split into layers."""
 
     def __post_init__(self) -> None:
-        # Of every dispatch: parameters may be many.
+        # Computed once, since every dispatch needs it and there may be many parameters.
         vars(self)["_hash"] = hash((self.function, self.vocab, self.structure, self.leaves))
 
     def __hash__(self) -> int:
@@ -179,8 +179,11 @@ class FunctionModel:
         if self is other or not isinstance(other, FunctionModel):
             return self is other
         return (self.function, self.vocab, self.structure, self.leaves) == (
-            other.function, other.vocab, other.structure, other.leaves
-        )  # fmt: skip
+            other.function,
+            other.vocab,
+            other.structure,
+            other.leaves,
+        )
 
     def apply(
         self,
@@ -194,14 +197,14 @@ class FunctionModel:
     ) -> Any:
         """See ``kvjax.models.Architecture.apply``."""
         tokens = jnp.asarray(tokens)
-        told = {"last_only": last_only, "max_len": max_len}
+        optional = {"last_only": last_only, "max_len": max_len}
 
         def run(tokens: Tokens, cache: KVCache | None, lengths: Counts | None) -> Any:
-            more = {name: told[name] for name in self.takes}
-            found = self.function(params, tokens, cache, lengths, **more)
-            logits, after = self._checked(found, tokens.shape, cache, last_only)
+            options = {name: optional[name] for name in self.optional}
+            result = self.function(params, tokens, cache, lengths, **options)
+            logits, after = self._check(result, tokens.shape, cache, last_only)
             if last_only and logits.shape[1] > 1:
-                logits = _last_real(logits, lengths)
+                logits = _last_logits(logits, lengths)
             return logits.astype(jnp.float32), after
 
         if cache is None:
@@ -216,57 +219,57 @@ class FunctionModel:
         """The sharding of each parameter over a mesh.
 
         Raises:
-          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it, or ``specs`` are
-            of another tree.
+          ValueError: if the mesh has axes that ``kvjax.make_mesh`` does not create, or ``specs``
+            does not match ``params``.
         """
         spread = shard_over(mesh, common_heads(self.config))
         specs = PartitionSpec() if self.specs is None else self.specs
         shapes = self.abstract_params()
         try:
-            each = jax.tree.broadcast(specs, shapes, is_leaf=_is_spec)
+            specs = jax.tree.broadcast(specs, shapes, is_leaf=_is_spec)
         except ValueError as error:
-            raise ValueError(f"specs are of another tree than params: {error}") from None
-        return jax.tree.map(spread.sharding, each, is_leaf=_is_spec)
+            raise ValueError(f"the tree of specs does not match params: {error}") from None
+        return jax.tree.map(spread.sharding, specs, is_leaf=_is_spec)
 
-    def _checked(
-        self, found: Any, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool
+    def _check(
+        self, result: Any, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool
     ) -> tuple[Array, KVCache]:
-        """What the function gave, if it is what it must be."""
+        """The function's result, or a ``ValueError`` that says what is wrong with it."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
-        if not isinstance(found, tuple) or len(found) != 2:
-            raise ValueError(f"{name} must return (logits, cache), and gave {_kind(found)}")
-        logits, after = found
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise ValueError(f"{name} must return (logits, cache), got {_type(result)}")
+        logits, after = result
         batch, new = tokens
         shapes = [(batch, new, self.vocab)] + [(batch, 1, self.vocab)] * last_only
         if getattr(logits, "shape", None) not in shapes:
             raise ValueError(
-                f"the logits of {name} must be [batch={batch}, new={new}, vocab={self.vocab}], and "
-                f"are {_kind(logits)}"
+                f"the logits of {name} must be [batch={batch}, new={new}, vocab={self.vocab}], but "
+                f"are {_type(logits)}"
             )
         if cache is None:
             return logits, after
         if isinstance(after, Step):
-            raise ValueError(f"{name} gave the call in place of the cache: call.done() gives that")
+            raise ValueError(f"{name} returned the call instead of the cache: return call.done()")
         if not isinstance(after, KVCache):
-            raise ValueError(f"{name} must return (logits, cache), and its cache is {_kind(after)}")
+            raise ValueError(f"{name} must return (logits, cache), but its cache is {_type(after)}")
         if after.pending is not None:
-            raise ValueError(f"{name} gave a cache in the middle of a call: call.done() ends it")
+            raise ValueError(
+                f"{name} returned a cache within a call: return call.done(), which ends the call"
+            )
         if after.length is cache.length:
             raise ValueError(
-                f"{name} gave the cache that it was given, without the call's tokens: give "
-                "call.done()"
+                f"{name} returned its argument, without the call's tokens: return call.done()"
             )
-        kept, grown = (jax.tree.structure(each) for each in (cache, after))
-        if kept != grown:
+        if jax.tree.structure(after) != jax.tree.structure(cache):
             raise ValueError(
-                f"{name} gave another cache than the one that it was given: its policies, or the "
-                "layers of its stacks, are others"
+                f"{name} returned another cache than its argument: the policies or the layers of "
+                "stacks differ"
             )
         return logits, after
 
 
-def _last_real(logits: Array, lengths: Counts | None) -> Array:
-    """Of each row's last real token: [batch, 1, vocab]."""
+def _last_logits(logits: Array, lengths: Counts | None) -> Array:
+    """The logits of each row's last real token: [batch, 1, vocab]."""
     if lengths is None:
         return logits[:, -1:]
     at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)
@@ -277,7 +280,7 @@ def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _kind(x: Any) -> str:
+def _type(x: Any) -> str:
     shape = getattr(x, "shape", None)
     if shape is not None:
         return f"{x.dtype.name}{list(shape)}"

@@ -1,4 +1,4 @@
-"""Flax Linen: modules with a cache, and as functions."""
+"""Flax Linen: attention modules with a cache, and modules as functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,30 +18,33 @@ __all__ = ["as_function", "attention_fn", "positions", "running"]
 def attention_fn(
     layer: int, *, rotary: RotaryTable | None = None, **sight: Any
 ) -> Callable[..., TokensFirst]:
-    """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache; as that of
-    ``kvjax.adapters.nnx``. Not for layers in ``nn.scan``, whose modules hand a call on instead."""
+    """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache.
+
+    See ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan`` can't use it; their modules
+    pass on a ``kvjax.Step`` instead.
+    """
     return cached_attention(layer, nn.dot_product_attention, rotary, sight)
 
 
 def as_function(module: nn.Module) -> "ModuleFunction":
-    """``apply`` for ``kvjax.language_model``, of a module, whose variables are the parameters.
+    """``apply`` of a module for ``kvjax.language_model``; its variables are the parameters.
 
-    Its call takes ``(tokens, cache, lengths)``, by these names, and gives ``(logits, cache)``; or
-    it has no ``cache``, and gives logits of tokens, where its attention is of ``attention_fn``:
-    then it is run inside ``running``.
+    The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
+    cache)``. If it has no parameter ``cache``, it is called with tokens inside ``running`` and
+    returns logits; its attention must then use ``attention_fn``.
     """
     return ModuleFunction(module)
 
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module as a function: equal for equal modules."""
+    """A module as a function; equal for equal modules."""
 
     module: nn.Module
 
     @property
     def __name__(self) -> str:
-        """Of the module's class."""
+        """The name of the module's class."""
         return type(self.module).__name__
 
     def __call__(

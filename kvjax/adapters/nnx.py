@@ -1,4 +1,4 @@
-"""Flax NNX: modules with a cache, and as functions."""
+"""Flax NNX: attention modules with a cache, and modules as functions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,30 +18,32 @@ __all__ = ["as_function", "attention_fn", "positions", "running"]
 def attention_fn(
     layer: int, *, rotary: RotaryTable | None = None, **sight: Any
 ) -> Callable[..., TokensFirst]:
-    """The ``attention_fn`` of an ``nnx.MultiHeadAttention``, with a cache: inside ``running`` the
-    layer's keys and values are appended, and its queries attend. Causal, as generation is; masks
-    are not looked at there. Outside it is ``nnx.dot_product_attention``, or, of a layer with rotary
-    positions or a sight, kvjax's own, causal as well.
+    """The ``attention_fn`` of an ``nnx.MultiHeadAttention``, with a cache.
+
+    Inside ``running`` it appends the layer's keys and values to the cache and attends to it. It is
+    causal and ignores masks there. Outside it is ``nnx.dot_product_attention``, or kvjax's uncached
+    attention, also causal, if ``rotary`` or an option of ``sight`` is given.
 
     Args:
-      layer: its number.
-      rotary: the table to rotate queries and keys by, None where there are no such positions.
-      sight: ``scale``, ``window`` and the others, as ``kvjax.attend`` takes them.
+      layer: index of the layer.
+      rotary: the table to rotate queries and keys with, or None.
+      sight: ``scale``, ``window`` and the other options of ``kvjax.attend``.
 
     Raises:
-      ValueError: if ``layer`` is no number.
+      ValueError: if ``layer`` is not a layer index.
     """
     return cached_attention(layer, nnx.dot_product_attention, rotary, sight)
 
 
 def as_function(module: nnx.Module) -> tuple["ModuleFunction", Any]:
-    """``apply`` and ``params`` for ``kvjax.language_model``, of a module.
+    """``apply`` and ``params`` of a module for ``kvjax.language_model``.
 
-    Its call takes ``(tokens, cache, lengths)``, by these names, and gives ``(logits, cache)``; or
-    it has no ``cache``, and gives logits of tokens, where its attention is of ``attention_fn``:
-    then it is run inside ``running``.
-    What an update of ``nnx.state(module)`` has changed, ``as_function`` is asked for again, and the
-    function is the same, so nothing is compiled again.
+    The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
+    cache)``. If it has no parameter ``cache``, it is called with tokens inside ``running`` and
+    returns logits; its attention must then use ``attention_fn``.
+
+    After updating the module's state, call ``as_function`` again: the function is equal to the
+    earlier one, so nothing is compiled again.
     """
     graph, params = nnx.split(module)
     return ModuleFunction(graph), params
@@ -49,13 +51,13 @@ def as_function(module: nnx.Module) -> tuple["ModuleFunction", Any]:
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module without its state: equal for modules of the same form."""
+    """A module without its state; equal for modules of the same structure."""
 
     graph: Any
 
     @property
     def __name__(self) -> str:
-        """Of the module's class."""
+        """The name of the module's class."""
         return str(getattr(self.graph.nodes[0], "type", type(self.graph)).__name__)
 
     def __call__(

@@ -1,4 +1,4 @@
-"""tunix: rollouts of its reinforcement learning by kvjax, as a ``BaseRollout``."""
+"""tunix: a ``BaseRollout`` that generates rollouts with kvjax."""
 
 import functools
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ __all__ = ["KvjaxRollout"]
 
 
 class KvjaxRollout(base_rollout.BaseRollout):
-    """A rollout worker of an NNX module, whose parameters it reads anew each time: an update copies
-    nothing and compiles nothing.
+    """A rollout worker for an NNX module.
 
-    As a cluster's engine: ``ClusterConfig(rollout_engine=functools.partial(KvjaxRollout,
+    It reads the module's parameters at every call, so an update copies and compiles nothing. Use it
+    as a cluster's engine: ``ClusterConfig(rollout_engine=functools.partial(KvjaxRollout,
     config=..., cache=...), ...)``.
     """
 
@@ -40,21 +40,22 @@ class KvjaxRollout(base_rollout.BaseRollout):
         config: Any,
         cache: PolicyChoice = "static",
     ) -> None:
-        """Make one.
+        """Create a rollout worker.
 
         Args:
-          rollout_actor: as ``kvjax.adapters.nnx.as_function`` takes it: its call takes ``(tokens,
-            cache, lengths)`` and gives logits and the cache, or tokens alone, with attention of
-            ``attention_fn``.
-          tokenizer: of tunix, with ``encode``, ``decode``, ``bos_id``, ``eos_id``, ``pad_id``.
-          mesh: of the cluster; parameters stay where it has put them.
-          rollout_config: not looked at here: ``generate`` is given one.
-          config: the model's numbers, as of ``kvjax.language_model``.
+          rollout_actor: a module for ``kvjax.adapters.nnx.as_function``. It is called with
+            ``(tokens, cache, lengths)`` and returns logits and the cache; or with tokens only, if
+            its attention uses ``attention_fn``.
+          tokenizer: a tunix tokenizer with ``encode``, ``decode``, ``bos_id``, ``eos_id`` and
+            ``pad_id``.
+          mesh: the cluster's mesh; parameters stay where the cluster has put them.
+          rollout_config: ignored, since ``generate`` receives one.
+          config: the model's config, as for ``kvjax.language_model``.
           cache: a policy, or its name.
         """
         self.mesh, self._tokenizer, self._cache = None, tokenizer, cache
         self._actor, self._buffer = rollout_actor, None
-        self._held: tuple[int, ...] = ()
+        self._buffer_shape: tuple[int, ...] = ()
         self._calls = 0
         apply, params = as_function(rollout_actor)
         self._lm = language_model(apply, config, params, eos_token_ids=self.eos_id())
@@ -62,74 +63,90 @@ class KvjaxRollout(base_rollout.BaseRollout):
     def generate(
         self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
     ) -> base_rollout.RolloutOutput:
-        """Draw a continuation of each prompt. Its ``logprobs`` are of the distribution that tokens
-        were drawn from; there are no ``logits``.
+        """Sample a completion for each prompt.
+
+        ``logprobs`` are under the distribution that tokens were sampled from. ``logits`` are not
+        returned.
 
         Raises:
           ValueError: for a prompt of more than ``max_prompt_length`` tokens, or arguments that
-            ``kvjax.rollout`` refuses.
+            ``kvjax.rollout`` rejects.
         """
-        wanted, width = rollout_config, rollout_config.max_prompt_length
+        options, width = rollout_config, rollout_config.max_prompt_length
         rows = [self._ids(prompt) for prompt in prompts]
         tokens = np.zeros((len(rows), width), np.int32)
         padded = np.full((len(rows), width), self.pad_id(), np.int32)
         for row, ids in enumerate(rows):
             if len(ids) > width:
                 raise ValueError(
-                    f"prompt {row} has {len(ids)} tokens, and max_prompt_length is {width}"
+                    f"prompt {row} has {len(ids)} tokens, but max_prompt_length is {width}"
                 )
             tokens[row, : len(ids)] = ids
             padded[row, width - len(ids) :] = ids
         lengths = np.array([len(ids) for ids in rows], np.int32)
-        new, given = wanted.max_tokens_to_generate, (jnp.asarray(tokens), jnp.asarray(lengths))
+        new = options.max_tokens_to_generate
         shape = len(rows), width, new
-        buffer: KVCache | None = self._buffer if self._held == shape else None
+        buffer: KVCache | None = self._buffer if self._buffer_shape == shape else None
         self._buffer, self._calls = None, self._calls + 1
-        found = rollout(
-            self._lm, self._params(), given, max_new_tokens=new, cache=self._cache,
-            buffer=buffer, seed=_seed(wanted.seed, self._calls), temperature=wanted.temperature,
-            top_k=None if wanted.top_k in (None, -1) else wanted.top_k, top_p=wanted.top_p,
-            eos_token_ids=wanted.eos_tokens,
-        ).check()  # fmt: skip
-        self._buffer, self._held = found.cache, shape
-        every, real, drawn = jax.device_get((found.new_tokens, found.lengths, found.drawn))
-        ids = [row[:count] for row, count in zip(every, real, strict=True)]
+        result = rollout(
+            self._lm,
+            self._params(),
+            (jnp.asarray(tokens), jnp.asarray(lengths)),
+            max_new_tokens=new,
+            cache=self._cache,
+            buffer=buffer,
+            seed=_seed(options.seed, self._calls),
+            temperature=options.temperature,
+            top_k=None if options.top_k in (None, -1) else options.top_k,
+            top_p=options.top_p,
+            eos_token_ids=options.eos_tokens,
+        ).check()
+        self._buffer, self._buffer_shape = result.cache, shape
+        new_tokens, counts, logprobs = jax.device_get(
+            (result.new_tokens, result.lengths, result.drawn)
+        )
+        ids = [row[:count] for row, count in zip(new_tokens, counts, strict=True)]
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(row.tolist()) for row in ids],
             logits=[],
             tokens=ids,
             left_padded_prompt_tokens=padded,
-            logprobs=[row[:count] for row, count in zip(drawn, real, strict=True)]
-            if wanted.return_logprobs
+            logprobs=[row[:count] for row, count in zip(logprobs, counts, strict=True)]
+            if options.return_logprobs
             else None,
         )
 
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **kwargs: Any
     ) -> jax.Array:
-        """Log-probabilities of completions [batch, new] behind prompts [batch, prompt], padded on
-        the left, by one pass without a cache: float32[batch, new]."""
+        """float32[batch, new]: log-probabilities of completions, from one pass without a cache.
+
+        ``prompt_tokens``: [batch, prompt], left-padded. ``completion_tokens``: [batch, new].
+        """
         return _logps(
-            self._lm.architecture, self._params(), jnp.asarray(prompt_tokens),
-            jnp.asarray(completion_tokens), jnp.int32(self.pad_id()),
-        )  # fmt: skip
+            self._lm.architecture,
+            self._params(),
+            jnp.asarray(prompt_tokens),
+            jnp.asarray(completion_tokens),
+            jnp.int32(self.pad_id()),
+        )
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take new parameters: a state of the actor, or of those that training changes."""
+        """Set the actor's parameters: its whole state, or only the trainable part."""
         own = dict(nnx.to_flat_state(nnx.state(self._actor)))
         new = {}
         for path, leaf in nnx.to_flat_state(params):
             value = leaf[...] if hasattr(leaf, "get_value") else leaf
-            held = own[path]
-            new[path] = held.replace(jax.device_put(value, held[...].sharding).astype(held.dtype))
+            old = own[path]
+            new[path] = old.replace(jax.device_put(value, old[...].sharding).astype(old.dtype))
         nnx.update(self._actor, nnx.from_flat_state(list(new.items())))
 
     def pad_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's id."""
         return int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """The tokenizer's."""
+        """The tokenizer's id."""
         return int(self._tokenizer.eos_id())
 
     def model(self) -> nnx.Module:
@@ -142,28 +159,28 @@ class KvjaxRollout(base_rollout.BaseRollout):
     def _ids(self, prompt: str) -> list[int]:
         begin: Sequence[int] = [self._tokenizer.bos_id()] if self._tokenizer.bos_id() else []
         ids = [*begin, *self._tokenizer.encode(prompt)]
-        once = getattr(self._tokenizer, "dedup_bos_ids", None)
-        return ids if once is None else list(once(ids))
+        deduplicate = getattr(self._tokenizer, "dedup_bos_ids", None)
+        return ids if deduplicate is None else list(deduplicate(ids))
 
 
-def _seed(given: Any, calls: int) -> Any:
-    """A seed, of a number or a key; where there is none, another one each time."""
-    if given is None:
+def _seed(seed: Any, calls: int) -> Any:
+    """A seed from a number or a JAX key; without one, the number of the call."""
+    if seed is None:
         return calls
-    if isinstance(given, jax.Array):
-        words = given if jnp.issubdtype(given.dtype, jnp.integer) else jax.random.key_data(given)
+    if isinstance(seed, jax.Array):
+        words = seed if jnp.issubdtype(seed.dtype, jnp.integer) else jax.random.key_data(seed)
         return words.ravel()[-1].astype(jnp.uint32)
-    return int(given)
+    return int(seed)
 
 
 @functools.partial(jax.jit, static_argnames="model")
 def _logps(model: Any, params: Any, prompts: Array, completions: Array, pad: Array) -> Array:
-    """float32[batch, new]: rows are read from their first real token on."""
+    """float32[batch, new]; rows are shifted so that each starts with its first real token."""
     real, (width, new) = prompts != pad, (prompts.shape[1], completions.shape[1])
-    before = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)
-    every = jnp.concatenate([prompts, completions], axis=1)
-    at = (arange_row(width + new) + before[:, None]) % (width + new)
-    logits = model.apply(params, jnp.take_along_axis(every, at, axis=1))
-    known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
-    behind = (width - before)[:, None] + arange_row(new) - 1
-    return take_tokens(jnp.take_along_axis(known, behind[..., None], axis=1), completions)
+    padding = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)
+    tokens = jnp.concatenate([prompts, completions], axis=1)
+    shifted = (arange_row(width + new) + padding[:, None]) % (width + new)
+    logits = model.apply(params, jnp.take_along_axis(tokens, shifted, axis=1))
+    logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
+    at = (width - padding)[:, None] + arange_row(new) - 1
+    return take_tokens(jnp.take_along_axis(logprobs, at[..., None], axis=1), completions)
