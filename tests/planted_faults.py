@@ -126,8 +126,8 @@ FAULTS = (
     ),
     Fault(
         "a conversion forgets what it lacked", "cache/reading.py",
-        "return (positions >= held.low[:, None]) | (positions < held.policy.layout.sinks)",
-        "return (positions >= 0) | (positions < held.policy.layout.sinks)", ("tail", "migrate"),
+        "return (positions >= layer_cache.low[:, None]) | sinks",
+        "return (positions >= 0) | sinks", ("tail", "migrate"),
     ),
     Fault(
         "a grown layer forgets its mark", "operations/capacity.py",

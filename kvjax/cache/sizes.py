@@ -20,54 +20,55 @@ from kvjax.policies.cache_policy import CachePolicy
 
 
 def array_shardings(cache: KVCache, device: Any = None) -> Any:
-    """The sharding of each array of a cache: on its mesh, or on a device. A pytree like it.
+    """The sharding of each array of a cache, on its mesh or on ``device``: a pytree like the cache.
 
     Raises:
-      ValueError: if it has bodies on the host of a device that is not here and knows none.
+      ValueError: if bodies are in host memory, and ``device`` is a target device whose compiler
+        does not support that.
     """
     spread = cache.spread
     if device is not None and any(x.policy.placement.needs_tail for x in cache.layers):
         check_host_memory(device)
     near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.row_spec())
 
-    def of(layer: Any) -> Any:
+    def of_layer(layer: LayerCache) -> LayerCache:
         kind = layer.policy.placement.memory_kind
         if spread is not None:
-            specs, of_body = layer.partition_specs(), functools.partial(spread.sharding, kind=kind)
-            every = jax.tree.map(spread.sharding, specs)
-            body = jax.tree.map(of_body, (specs.keys, specs.values))
+            specs, far = layer.partition_specs(), functools.partial(spread.sharding, kind=kind)
+            shardings = jax.tree.map(spread.sharding, specs)
+            body = jax.tree.map(far, (specs.keys, specs.values))
         else:
-            far = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
-            every = jax.tree.map(lambda _: near, layer)
-            body = jax.tree.map(lambda _: far, (layer.keys, layer.values))
-        return replace(every, keys=body[0], values=body[1])
+            sharding = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
+            shardings = jax.tree.map(lambda _: near, layer)
+            body = jax.tree.map(lambda _: sharding, (layer.keys, layer.values))
+        return replace(shardings, keys=body[0], values=body[1])
 
-    every = jax.tree.map(lambda _: near, cache)
-    return replace(every, layers=tuple(of(layer) for layer in cache.layers))
+    shardings = jax.tree.map(lambda _: near, cache)
+    return replace(shardings, layers=tuple(map(of_layer, cache.layers)))
 
 
-def abstract_arguments(tree: Any, array_shardings: Any) -> Any:
-    """Arrays that are not there, in the kinds of memory that their shardings say, for a program
-    that is given these shardings as its own."""
+def abstract_arguments(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays in the kinds of memory of their ``shardings``, to lower a program with these
+    as its ``in_shardings``."""
 
-    def one(x: Any, place: Any) -> Any:
-        far = place.memory_kind == "pinned_host"
+    def one(x: Any, sharding: Any) -> ShapedArray:
+        far = sharding.memory_kind == "pinned_host"
         space = jax.memory.Space.Host if far else jax.memory.Space.Device
         return ShapedArray(x.shape, x.dtype, memory_space=space)
 
-    return jax.tree.map(one, tree, array_shardings)
+    return jax.tree.map(one, tree, shardings)
 
 
 def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]:
-    """Bytes of all layers' keys and values, by the place where they are.
+    """Bytes of all layers' keys and values, by place: ``"device"`` and ``"host"``.
 
     Args:
-      cache: the cache, on one device or on a mesh.
-      spread: counts what one device would have of it, were it spread so; ``cache.spread`` is what
-        one has of a cache on a mesh.
+      cache: a cache on one device or on a mesh.
+      spread: count the shard of one device under this sharding. Pass ``cache.spread`` for a device
+        of the cache's own mesh.
 
     Raises:
-      ValueError: if it is no cache.
+      ValueError: if ``cache`` is not a cache.
     """
     check_cache("kvjax.nbytes", cache)
     totals: dict[str, int] = {}
@@ -75,25 +76,25 @@ def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]
         if spread is not None:
             layer = shard_of(layer, spread)
         body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
-        for place, held in ((layer.policy.placement.place, body), ("device", rest)):
-            if jax.tree.leaves(held):
-                totals[place] = totals.get(place, 0) + tree_bytes(held)
+        for place, arrays in ((layer.policy.placement.place, body), ("device", rest)):
+            if jax.tree.leaves(arrays):
+                totals[place] = totals.get(place, 0) + tree_bytes(arrays)
     return totals
 
 
-def shard_of(held: LayerCache, spread: MeshSharding) -> LayerCache:
-    """What a device has of an empty layer like this one, as shapes."""
-    policy = replace(held.policy, placement=held.policy.placement.on_mesh(spread))
-    whole = layer_shapes(policy, held.batch, held.kv_heads, held.head_dim, held.stack)
+def shard_of(layer: LayerCache, spread: MeshSharding) -> LayerCache:
+    """One device's shard of an empty layer like this one, as shapes."""
+    policy = replace(layer.policy, placement=layer.policy.placement.on_mesh(spread))
+    whole = layer_shapes(policy, layer.batch, layer.kv_heads, layer.head_dim, layer.stack)
 
-    def part(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    def shard(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
 
-    return jax.tree.map(part, whole, whole.partition_specs())
+    return jax.tree.map(shard, whole, whole.partition_specs())
 
 
 def shards_of(cache: KVCache, spread: MeshSharding | None) -> list[LayerCache]:
-    """A cache's layers, or what a device has of each, as shapes, where some share it."""
+    """The layers of a cache, or one device's shard of each, as shapes."""
     return [layer if spread is None else shard_of(layer, spread) for layer in cache.layers]
 
 
@@ -101,30 +102,30 @@ def shards_of(cache: KVCache, spread: MeshSharding | None) -> list[LayerCache]:
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
 ) -> LayerBytes:
-    """What a layer of a resolved policy takes, on the device and with ``host``; on a mesh, of one
-    of its devices."""
+    """Bytes of a layer with a resolved policy, on the device and with the placement ``host``; on a
+    mesh, per device."""
 
-    def parts(placement: Device) -> tuple[int, int]:
+    def body_and_tail(placement: Device) -> tuple[int, int]:
         layer = layer_shapes(policy.with_placement(placement), batch, kv_heads, head_dim)
         spread = policy.placement.spread
         layer = layer if spread is None else shard_of(layer, spread)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
 
-    body, tail = parts(host)
-    return LayerBytes(sum(parts(Device())), tail, body, policy.layout.grows_to is not None)
+    body, tail = body_and_tail(host)
+    return LayerBytes(sum(body_and_tail(Device())), tail, body, policy.layout.grows_to is not None)
 
 
 def place_within(
     budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
 ) -> list[CachePolicy]:
-    """Resolved policies of layers with batch, kv_heads and head_dim, with so many of them on the
-    host as a budget asks for."""
+    """Resolved policies of layers, with as many of them on the host as a budget requires.
+    ``shapes``: batch, kv_heads and head_dim of each layer."""
     sizes = [
         layer_sizes(policy, budget.placement, *shape)
         for policy, shape in zip(policies, shapes, strict=True)
     ]
-    away = budget.offloaded(sizes, ())
+    offloaded = budget.offloaded(sizes, ())
     return [
-        policy.with_placement(budget.placement if n in away else Device())
+        policy.with_placement(budget.placement if n in offloaded else Device())
         for n, policy in enumerate(policies)
     ]
