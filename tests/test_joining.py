@@ -76,13 +76,6 @@ def joined(monkeypatch):
     monkeypatch.setitem(matrix.CODECS, "sixteenths", Sixteenths())
 
 
-class Computed(Sixteenths):
-    """A codec whose static members are properties."""
-
-    blockwise = property(lambda self: True)
-    before_rotary = joins_heads = property(lambda self: False)
-
-
 @dataclasses.dataclass(frozen=True)
 class Unrelated:
     """A codec that does not inherit from ``Codec``."""
@@ -93,6 +86,13 @@ class Unrelated:
     resolve, empty = Sixteenths.resolve, Sixteenths.empty
     encode, decode = Sixteenths.encode, Sixteenths.decode
     nbytes, scores, weighted_values = Codec.nbytes, Codec.scores, Codec.weighted_values
+
+
+class Computed(Unrelated):
+    """A codec whose static members are properties."""
+
+    blockwise = property(lambda self: True)
+    before_rotary = joins_heads = property(lambda self: False)
 
 
 @dataclasses.dataclass(frozen=True)

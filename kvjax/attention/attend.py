@@ -30,7 +30,7 @@ from kvjax.cache.storing import positions_from
 from kvjax.codecs import Raw
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import Target, tracing_for
-from kvjax.core.typing import AttentionOutput, Counts, KeysValues, LayerNumber, Queries
+from kvjax.core.typing import Array, AttentionOutput, Counts, KeysValues, LayerNumber, Queries
 from kvjax.core.validation import check_not_symbolic
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.placement.mesh import SEQUENCE
@@ -239,7 +239,9 @@ def _attend_by_kernel(
 
 
 @_attend_by_kernel.defjvp
-def _attend_by_kernel_jvp(target: Target, path: Path, primals: Any, tangents: Any) -> Any:
+def _attend_by_kernel_jvp(
+    target: Target, path: Path, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+) -> tuple[AttentionOutput, AttentionOutput]:
     return jax.jvp(functools.partial(_attend_once, target, blockwise), primals, tangents)
 
 
@@ -264,7 +266,10 @@ def _attend(
     query_spec = spread.query_spec(heads, kv_heads)
 
     def on_device(
-        queries: tuple[AttentionOutput, ...], view: LayerView, mask: Mask, arrays: list[Any]
+        queries: tuple[AttentionOutput, ...],
+        view: LayerView,
+        mask: Mask,
+        arrays: list[Array | None],
     ) -> AttentionOutput:
         own = [leaf if x is None else x for leaf, x in zip(leaves, arrays, strict=True)]
         bias = form.unflatten(own)
@@ -290,7 +295,7 @@ def _attend(
 _attend_once = jax.jit(_attend, static_argnames=("target", "path"))
 
 
-def _is_cacheable(leaves: list[Any], form: Any) -> bool:
+def _is_cacheable(leaves: list[object], form: Any) -> bool:
     """Whether the trace of a bias can be cached: its leaves are arrays, and its structure is
     hashable."""
     try:
@@ -308,7 +313,7 @@ def _attend_with_bias(
     queries: tuple[AttentionOutput, ...],
     view: LayerView,
     mask: Mask,
-    arrays: list[Any],
+    arrays: list[Array],
 ) -> AttentionOutput:
     """``_attend_once`` with a bias, given as its structure and its arrays."""
     return _attend(target, path, queries, view, replace(mask, bias=form.unflatten(arrays)))

@@ -1,7 +1,5 @@
 """Quantization of arrays outside of a cache, and the codecs of presets."""
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,7 +21,7 @@ class Quantized:
     """
 
     store: Store
-    codec: Any = static_field()
+    codec: Codec = static_field()
     tokens: int = static_field()
 
     @property

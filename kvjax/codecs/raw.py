@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def without_gradient(function: Callable[[Array], Array], reason: str) -> Callabl
     guarded = jax.custom_jvp(function)
 
     @guarded.defjvp
-    def refuse(primals: Any, tangents: Any) -> Any:
+    def refuse(primals: tuple[Array], tangents: tuple[Array]) -> NoReturn:
         raise ValueError(reason)
 
     return guarded

@@ -126,7 +126,7 @@ class ScaledCodec(Codec):
         return replace(changed, scales=scales, dtype=dtype)
 
     @abstractmethod
-    def to_float32(self, store: Any) -> Array:
+    def to_float32(self, store: Store) -> Array:
         """Decode a store to float32."""
 
     def decode(self, store: Store) -> Array:
@@ -170,7 +170,7 @@ def with_dtypes(
 def rounded(x: Array, dtype: str, *, up: bool) -> Array:
     """Round float32 numbers to a 16-bit ``dtype``: to the nearest one that is not below ``x`` if
     ``up``, otherwise to the nearest one that is not above. Numbers out of range are clipped."""
-    kind: Any = jnp.dtype(dtype)
+    kind = jnp.dtype(dtype)
     largest = float(jnp.finfo(kind).max)
     x = jnp.clip(x, -largest, largest)
     near = x.astype(kind)

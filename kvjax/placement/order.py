@@ -17,9 +17,12 @@ from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")
+Orders = Any
+"""A pytree of orders with the structure of a store."""
 Row = Array | tuple[Array, Array]
 """The index of a row; for arrays [layers, ...], the indices of a layer and of its row."""
-_Move = Callable[[Array], Array]
+Move = Callable[[Array], Array]
+"""Moves an array to the device's memory."""
 
 SUBLANES = 8
 """Rows of a TPU tile of 32-bit numbers."""
@@ -81,7 +84,7 @@ class Order:
         )
 
     def slice_layer(
-        self, stack: Array, layer: Array, start: Array | int, size: int, near: _Move
+        self, stack: Array, layer: Array, start: Array | int, size: int, near: Move
     ) -> Array:
         """``slice_units`` of one layer of a stack [layers, ...], moved by ``near``."""
         place, shape = [jnp.int32(0)] * stack.ndim, [1, *stack.shape[1:]]
@@ -109,7 +112,7 @@ class Order:
         """
         return stored, 0
 
-    def _locate(self, stored: Array, row: Row, start: Array) -> tuple[Array, tuple[Any, ...]]:
+    def _locate(self, stored: Array, row: Row, start: Array) -> tuple[Array, tuple[Array, ...]]:
         """The array to index, with layers and rows on one axis if necessary, and the index of a
         row's units."""
         if isinstance(row, tuple) and current_platform() == "tpu" and not self.tileable:
@@ -117,7 +120,7 @@ class Order:
             # For a tileable order the layout is pinned.
             row = row[0] * stored.shape[1] + row[1]
             stored = stored.reshape(-1, *stored.shape[2:])
-        place: list[Any] = [jnp.int32(0)] * stored.ndim
+        place: list[Array] = [jnp.int32(0)] * stored.ndim
         first = row if isinstance(row, tuple) else (row,)
         place[: len(first)] = first
         place[self.axis + len(first) - 1] = start * self.stride
@@ -127,11 +130,11 @@ class Order:
 AS_IS = Order()
 
 
-def arrange(stores: _T, orders: Any) -> _T:
+def arrange(stores: _T, orders: Orders) -> _T:
     """Convert stores from the codecs' order to the stored order."""
     return jax.tree.map(lambda x, order: order.arrange(x), stores, orders)
 
 
-def restore(stores: _T, orders: Any) -> _T:
+def restore(stores: _T, orders: Orders) -> _T:
     """Undo ``arrange``."""
     return jax.tree.map(lambda x, order: order.restore(x), stores, orders)

@@ -10,7 +10,7 @@ tokens have run along the lanes.
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from kvjax.codecs import MULTIPLE, Codec, CodecWrapper, Integer
 from kvjax.core.typing import Array
-from kvjax.placement.order import AS_IS, LANES, SUBLANES, Order, Row
+from kvjax.placement.order import AS_IS, LANES, SUBLANES, Move, Order, Orders, Row
 
 TILE = SUBLANES * LANES
 """Numbers in a tile."""
@@ -178,14 +178,16 @@ class PaddedTiles(Order):
         flat, begin = self._flatten(stored, row, start)
         return lax.dynamic_update_slice_in_dim(flat, units[0], begin, 0).reshape(stored.shape)
 
-    def slice_layer(self, stack: Array, layer: Array, start: Any, size: int, near: Any) -> Array:
+    def slice_layer(
+        self, stack: Array, layer: Array, start: Array | int, size: int, near: Move
+    ) -> Array:
         rows = []
         for row in range(stack.shape[1]):
             flat, begin = self._flatten(stack, (layer, jnp.int32(row)), start)
             rows.append(near(lax.dynamic_slice_in_dim(flat, begin, size)))
         return jnp.stack(rows)
 
-    def _flatten(self, stored: Array, row: Row, start: Any) -> tuple[Array, Any]:
+    def _flatten(self, stored: Array, row: Row, start: Array | int) -> tuple[Array, Array]:
         """The units of all rows on one axis, and the index of a row's units there."""
         *_, rows, units = stored.shape[:-3]
         number = row[0] * rows + row[1] if isinstance(row, tuple) else row
@@ -223,7 +225,7 @@ def orders_of(
     subblocks: int,
     heads: int | None = None,
     separate_heads: bool = False,
-) -> Any:
+) -> Orders:
     """The storage orders of a codec's arrays, as a pytree with the structure of its store.
 
     Args:
@@ -239,7 +241,7 @@ def orders_of(
     shape = (1, heads or 1, 1, block or MULTIPLE, head_dim)
     store = jax.eval_shape(functools.partial(codec.empty, shape))
 
-    def order(x: Any) -> Order:
+    def order(x: jax.ShapeDtypeStruct) -> Order:
         if platform != "tpu" or block is None or x.ndim != 5:
             return AS_IS
         rows, width = x.shape[3:]

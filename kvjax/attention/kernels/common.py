@@ -3,10 +3,11 @@
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from kvjax.attention.inputs import AttentionInputs, Unsupported
@@ -15,7 +16,13 @@ from kvjax.attention.softmax import Partial
 from kvjax.cache.sections import Section
 from kvjax.codecs import Centered, Codec, CodecWrapper, Rotated
 from kvjax.core.typing import Array
+from kvjax.placement.order import Orders
 from kvjax.placement.tpu import subblocks_of
+
+_T = TypeVar("_T")
+Ref = Any
+"""A reference to memory in a kernel. Pallas exports no type for it."""
+DType = np.dtype[Any]
 
 INTERPRETED: Any = True
 """The ``interpret`` argument of kernels on a CPU. Tests set it to detect races."""
@@ -32,7 +39,7 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
             raise Unsupported(f"the attention path {path!r} {reason}")
 
 
-def compiled(run: Callable[..., Any], *arrays: Array) -> Any:
+def compiled(run: Callable[..., _T], *arrays: Array) -> _T:
     """``run(*arrays, interpret=)``: interpreted on CPUs, compiled on other platforms."""
     on_cpu, on_device = (functools.partial(run, interpret=x) for x in (INTERPRETED, False))
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_device)
@@ -201,7 +208,7 @@ class KernelInputs:
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
-def fold_of_orders(orders: Any) -> int:
+def fold_of_orders(orders: Orders) -> int:
     """Rows of channels that share a row of lanes in a store."""
     return max(order.fold for order in jax.tree.leaves(orders))
 

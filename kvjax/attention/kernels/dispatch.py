@@ -4,7 +4,7 @@ second to import."""
 
 import importlib
 import sys
-from typing import Any
+from types import ModuleType
 
 from kvjax.attention.buckets import prefix
 from kvjax.attention.inputs import AttentionInputs, Unsupported
@@ -63,7 +63,7 @@ def pallas(inputs: AttentionInputs) -> AttentionOutput:
     return _attend_by(_module(names[-1]), inputs)
 
 
-def _attend_by(kernel: Any, inputs: AttentionInputs) -> AttentionOutput:
+def _attend_by(kernel: ModuleType, inputs: AttentionInputs) -> AttentionOutput:
     """Attention by one kernel."""
     largest = max(inputs.sections, key=lambda section: section.size * section.unit)
     refuse("pallas", _refusals(kernel, inputs, largest.as_pages()))
@@ -81,7 +81,7 @@ def _attend_by(kernel: Any, inputs: AttentionInputs) -> AttentionOutput:
     return inputs.finish(partial)
 
 
-def _refusals(kernel: Any, inputs: AttentionInputs, section: Section) -> dict[str, object]:
+def _refusals(kernel: ModuleType, inputs: AttentionInputs, section: Section) -> dict[str, object]:
     """Reasons for which a kernel can't read a section, and whether each applies."""
     if section.placement.needs_tail:
         return {"reads nothing on the host": True}
@@ -93,6 +93,6 @@ def _refusals(kernel: Any, inputs: AttentionInputs, section: Section) -> dict[st
     }
 
 
-def _module(name: str) -> Any:
+def _module(name: str) -> ModuleType:
     """A kernel's module."""
     return importlib.import_module(f"kvjax.attention.kernels.{name}")

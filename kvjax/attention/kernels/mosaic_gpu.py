@@ -25,19 +25,23 @@ from jax.experimental.pallas import mosaic_gpu
 from kvjax.attention.kernels import common
 from kvjax.attention.kernels.common import (
     KernelInputs,
+    Ref,
     core_of,
     merge_splits,
     refuse,
     splits_of,
 )
 from kvjax.attention.kernels.mosaic_gpu_formats import TERMS, arrays_of, format_of, terms_of
-from kvjax.attention.kernels.mosaic_gpu_plan import KIB, MMA_K, Operand, Plan, plan_of
+from kvjax.attention.kernels.mosaic_gpu_plan import KIB, MMA_K, Layout, Operand, Plan, plan_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.core.target import check_mosaic_capability, current_target, default_device
 from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
+Carry = tuple[Array, Array, list[Array], list[Array]]
+"""What a program carries from tile to tile: the highest scores, the totals by token, the weighted
+values of each group, and the products of weights and offsets of each group."""
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:
@@ -132,8 +136,8 @@ def _program(
     output_rows: int,
     barriers: bool,
     interpreted: bool,
-    *refs: Any,
-    **shared: Any,
+    *refs: Ref,
+    **shared: Ref,
 ) -> None:
     """One program: a split of a row's tiles, for one key-value head and one block of query rows.
 
@@ -169,7 +173,7 @@ def _program(
     count, stages = max(columns, 1) * units, plan.stages
     tile_tokens = plan.tile * plan.unit
 
-    def locate(tile: Any) -> tuple[Any, Any, Any]:
+    def locate(tile: Array) -> tuple[Array, Array, Array]:
         """The first unit of a tile; its row or page; and its first unit there. The last tile is
         moved down if it would pass the end. Slots of the tile before are not counted again."""
         start = jnp.minimum(tile * plan.tile, count - plan.tile)
@@ -178,14 +182,14 @@ def _program(
         page = table_ref[row, lax.div(start, jnp.int32(units))]
         return start, jnp.maximum(page, 0), lax.rem(start, jnp.int32(units))
 
-    def fetch(tile: Any) -> None:
+    def fetch(tile: Array) -> None:
         _, place, unit = locate(tile)
         stage = lax.rem(tile - begin, jnp.int32(stages))
         arrived = shared["arrived"].at[stage] if barriers else None
         for operand in operands:
             operand.fetch(place, unit, stage, arrived)
 
-    def wait(tile: Any, stage: Any) -> None:
+    def wait(tile: Array, stage: Array) -> None:
         if barriers:
             plgpu.barrier_wait(shared["arrived"].at[stage])
             return
@@ -194,7 +198,7 @@ def _program(
         pl.when(last < end)(lambda: plgpu.wait_gmem_to_smem(2 * (stages - 2)))
         pl.when(last >= end)(lambda: plgpu.wait_gmem_to_smem(0))
 
-    def load_rhs(ref: Any) -> Array:
+    def load_rhs(ref: Ref) -> Array:
         return plgpu.load(ref, layout=plan.rhs, optimized=False)
 
     def multiply(a: list[Array], b: list[Array], acc: Array) -> Array:
@@ -223,7 +227,9 @@ def _program(
     # With four warps both layouts distribute rows alike, but Mosaic does not know that.
     own_rows = plan.acc if plan.warps == 4 else plan.lhs
 
-    def sum_queries(channels: Any, factor: Callable[[Any], Array] | None = None) -> Array:
+    def sum_queries(
+        channels: pl.Slice | slice, factor: Callable[[Layout], Array] | None = None
+    ) -> Array:
         """Queries, or their products with a factor, summed over channels: float32[rows]."""
         x = queries_ref.at[row, head, :, channels]
         x = plgpu.load(x, layout=own_rows, optimized=False).astype(jnp.float32)
@@ -237,7 +243,7 @@ def _program(
         for n in range(groups[0] if keys.format.offsets_tokens else 0)
     ]
 
-    def key_products(subblock: tuple[int, int], place: Any, unit: Any, stage: Any) -> Array:
+    def key_products(subblock: tuple[int, int], place: Array, unit: Array, stage: Array) -> Array:
         """Products of queries and a subblock of keys: float32[rows, tokens]."""
         lhs, offset = query_terms, None
         scales = functools.partial(keys.channel_scales, place, unit, subblock, all_channels)
@@ -265,7 +271,7 @@ def _program(
         assert total is not None
         return total if offset is None else total + _per_row(offset, total, plan.acc)
 
-    def visible(subblock: tuple[int, int], tile: Any, start: Any) -> tuple[Array, Array]:
+    def visible(subblock: tuple[int, int], tile: Array, start: Array) -> tuple[Array, Array]:
         """Which tokens of a subblock each query sees, and the subblock's first slot."""
         first = (start + subblock[0]) * plan.unit + subblock[1] * tokens
         slots = plgpu.broadcasted_iota(jnp.int32, (rows, tokens), 1, layout=plan.acc) + first
@@ -273,7 +279,7 @@ def _program(
         positions = jnp.where(slots >= tile * tile_tokens, positions, -1)
         return inputs.sees(at, positions, scalars), first
 
-    def present(first: Any, tile: Any, shape: tuple[int, int]) -> Array:
+    def present(first: Array, tile: Array, shape: tuple[int, int]) -> Array:
         """Whether the slots of a subblock hold tokens, in the shape of its numbers [tokens,
         channels]."""
         slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plan.rhs) + first
@@ -302,7 +308,13 @@ def _program(
         return offsets
 
     def add_values(
-        n: int, weighted: list[Array], tile: Any, first: Any, place: Any, unit: Any, stage: Any
+        n: int,
+        weighted: list[Array],
+        tile: Array,
+        first: Array,
+        place: Array,
+        unit: Array,
+        stage: Array,
     ) -> list[Array]:
         """Add the n-th subblock to the weighted values of each group, float32[rows, width]."""
         results = []
@@ -332,7 +344,7 @@ def _program(
             results.append(product)
         return results
 
-    def visit(tile: Any, carry: Any) -> Any:
+    def visit(tile: Array, carry: Carry) -> Carry:
         highest, total, weighted, offsets = carry
         stage = lax.rem(tile - begin, jnp.int32(stages))
         wait(tile, stage)
@@ -389,11 +401,11 @@ def _dot(acc: Array, a: Array, b: Array, interpreted: bool) -> Array:
     return plgpu.mma(acc, a, b)
 
 
-def _per_column(numbers: Array, like: Array, layout: Any) -> Array:
+def _per_column(numbers: Array, like: Array, layout: Layout) -> Array:
     """Broadcast numbers [columns] over rows."""
     return plgpu.layout_cast(lax.broadcast_in_dim(numbers, like.shape, (1,)), layout)
 
 
-def _per_row(numbers: Array, like: Array, layout: Any) -> Array:
+def _per_row(numbers: Array, like: Array, layout: Layout) -> Array:
     """Broadcast numbers [rows] over columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(numbers, like.shape, (0,)), layout)

@@ -11,13 +11,13 @@ to queries and outputs.
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.kernels.common import core_of
+from kvjax.attention.kernels.common import DType, core_of
 from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
 from kvjax.codecs.float8 import FIELDS
 from kvjax.codecs.scales import ScaledCodec
@@ -27,7 +27,7 @@ TERMS = 3
 """16-bit numbers whose sum is a 32-bit number, except for about its last bit."""
 
 
-def terms_of(x: Array, dtype: Any, count: int) -> list[Array]:
+def terms_of(x: Array, dtype: DType, count: int) -> list[Array]:
     """float32 numbers as a sum of ``count`` 16-bit numbers."""
     terms = []
     for n in range(count):
@@ -49,7 +49,7 @@ class StoreFormat:
     """
 
     rows: int
-    dtype: Any
+    dtype: DType
     bits: int = 0
     fraction: int = 0
     groups: int = 1
@@ -78,11 +78,11 @@ class StoreFormat:
         shifted = self.tokens_per_scale and (self.middle != 0 or "zero" in self.arrays)
         return bool(shifted) or "mean" in self.arrays
 
-    def terms(self, queries: Any) -> int:
+    def terms(self, queries: DType) -> int:
         """16-bit terms of a stored number, if queries have this dtype."""
         return TERMS if self.dtype == queries == jnp.float32 else 1
 
-    def planes(self, queries: Any, product: Any) -> int:
+    def planes(self, queries: DType, product: DType) -> int:
         """Planes of numbers that are converted in shared memory; 0 if the stored numbers are
         multiplied directly. ``queries``, ``product``: dtypes."""
         if self.bits or self.fraction:
@@ -96,7 +96,7 @@ class StoreFormat:
             return 2.0 ** (bias - 15)
         return 2.0 ** (self.bits * plane)  # codes are masked, but not shifted
 
-    def convert(self, stored: Array, queries: Any, product: Any) -> list[Array]:
+    def convert(self, stored: Array, queries: DType, product: DType) -> list[Array]:
         """Convert fetched rows to planes. ``queries``, ``product``: dtypes."""
         if self.fraction:
             wide = stored.astype(jnp.uint16)

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from kvjax.attention.kernels.common import core_of
+from kvjax.attention.kernels.common import DType, Ref, core_of
 from kvjax.attention.kernels.mosaic_gpu_formats import (
     ScaleOffset,
     StoreFormat,
@@ -23,6 +24,8 @@ from kvjax.core.target import Target, current_target
 from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
+Layout = Any
+"""A layout of an array in registers."""
 MAX_TOKENS = 64
 """The most tokens of a tile, if the cache is stored token by token."""
 MIN_ROWS = 32
@@ -57,11 +60,11 @@ class Plan:
     warps: int
     tile: int
     stages: int
-    queries: Any
+    queries: DType
     swizzle: int
 
     @property
-    def product(self) -> Any:
+    def product(self) -> DType:
         """The dtype of the operands of products."""
         return jnp.dtype("float16" if self.queries == jnp.float16 else "bfloat16")
 
@@ -103,22 +106,22 @@ class Plan:
         per_plane = self.subblocks_per_unit // form.subblocks
         return index // per_plane, unit * form.rows + index % per_plane * self.tokens
 
-    def layout(self, kind: Any) -> Any:
+    def layout(self, kind: Callable[..., Layout]) -> Layout:
         """A register layout of the matrix product."""
         return kind(self.product, m_warps=self.warps)
 
     @property
-    def lhs(self) -> Any:
+    def lhs(self) -> Layout:
         """The layout of the left operand."""
         return self.layout(plgpu.Layout.MMA_LHS)
 
     @property
-    def rhs(self) -> Any:
+    def rhs(self) -> Layout:
         """The layout of the right operand."""
         return self.layout(plgpu.Layout.MMA_RHS)
 
     @property
-    def acc(self) -> Any:
+    def acc(self) -> Layout:
         """The layout of the accumulator."""
         return self.layout(plgpu.Layout.MMA_ACC)
 
@@ -167,7 +170,7 @@ class Plan:
         return total
 
 
-def plan_of(section: Section, head_dim: int, rows: int, dtype: Any) -> Plan | None:
+def plan_of(section: Section, head_dim: int, rows: int, dtype: DType) -> Plan | None:
     """The plan for ``rows`` query rows of a section; None if the kernel can't serve them."""
     formats = [format_of(core_of(codec).codec, section.unit, head_dim) for codec in section.codecs]
     if None in formats or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
@@ -192,7 +195,7 @@ def _make_plan(
     page: int,
     head_dim: int,
     rows: int,
-    dtype: Any,
+    dtype: DType,
     shared: int,
 ) -> Plan | None:
     """``plan_of`` for a store of ``units`` units, ``page`` of them contiguous, with ``shared`` KiB
@@ -229,14 +232,14 @@ class Operand:
 
     plan: Plan
     which: int
-    arrays: dict[str, Any]
-    shared: dict[str, Any]
+    arrays: dict[str, Ref]
+    shared: dict[str, Ref]
 
     @property
     def format(self) -> StoreFormat:
         return self.plan.formats[self.which]
 
-    def fetch(self, row: Any, unit: Any, stage: Any, arrived: Any) -> None:
+    def fetch(self, row: Array, unit: Array, stage: Array, arrived: Ref) -> None:
         """Start copying the tile that begins at a unit of a row, or of a page."""
         count = self.plan.tile_rows(self.which)
         rows = self.arrays["numbers"].at[row, :, pl.ds(unit * self.format.rows, count)]
@@ -247,7 +250,7 @@ class Operand:
             oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
         )
 
-    def convert(self, row: Any, unit: Any, stage: Any) -> None:
+    def convert(self, row: Array, unit: Array, stage: Array) -> None:
         """Convert the numbers of a fetched tile, and load the scales of its tokens."""
         plan, which = self.plan, self.which
         if plan.planes(which):
@@ -266,7 +269,7 @@ class Operand:
                 into = self.shared[f"{name}_{which}"].at[at, group]
                 plgpu.store(into, numbers.astype(jnp.float32), optimized=False)
 
-    def numbers(self, subblock: tuple[int, int], stage: Any, group: int) -> list[Any]:
+    def numbers(self, subblock: tuple[int, int], stage: Array, group: int) -> list[Ref]:
         """References to the numbers of a subblock and a group of channels, as 16-bit terms."""
         plan, width = self.plan, self.plan.head_dim // self.format.groups
         plane, first = plan.plane_row(self.which, subblock)
@@ -291,7 +294,12 @@ class Operand:
         return scale_offset(self.format, load, self.plan.plane_row(self.which, subblock)[0])
 
     def channel_scales(
-        self, row: Any, unit: Any, subblock: tuple[int, int], channels: Any, layout: Any
+        self,
+        row: Array,
+        unit: Array,
+        subblock: tuple[int, int],
+        channels: pl.Slice | slice,
+        layout: Layout,
     ) -> ScaleOffset:
         """The scales and offsets of channels, with the means in the offsets: float32[channels]."""
         form = self.format

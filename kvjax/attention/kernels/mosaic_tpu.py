@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kvjax.attention.kernels.common import (
     KernelInputs,
+    Ref,
     compiled,
     core_of,
     refuse,
@@ -41,7 +42,7 @@ from kvjax.cache.sections import Section
 from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_varying_shape
 from kvjax.core.typing import Array
-from kvjax.placement.order import LANES, SUBLANES
+from kvjax.placement.order import LANES, SUBLANES, Order
 from kvjax.placement.tpu import Transposed
 
 MAX_ROWS = 512
@@ -107,16 +108,18 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     def row_spec(*block: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, heads, *block), lambda b, h, q, j, *s: (b, h, q, 0))
 
-    def store_spec(x: Array, order: Any) -> pl.BlockSpec:
+    def store_spec(x: Array, order: Order) -> pl.BlockSpec:
         own_heads = 1 if x.shape[1] == 1 and kv_heads > 1 else heads
         block = [1, own_heads, *x.shape[2:]]
         block[order.axis] = min(tile // section.unit * order.stride, x.shape[order.axis])
 
-        def index(b: Array, h: Array, q: Array, j: Array, s: Any, t: Any) -> tuple[Any, ...]:
+        def index(
+            b: Array, h: Array, q: Array, j: Array, s: Ref, t: Ref
+        ) -> tuple[Array | int, ...]:
             n = b * blocks + q
             # After its last tile a row keeps the same index, so that nothing new is fetched.
             number = s[n, 0] + jnp.minimum(j, jnp.maximum(s[n, 1] - 1, 0))
-            place: list[Any] = [b, 0 if own_heads < heads else h, 0, 0]
+            place: list[Array | int] = [b, 0 if own_heads < heads else h, 0, 0]
             place[order.axis] = number
             if section.pages is not None:
                 place[0] = jnp.maximum(t[b, number // tiles_per_page], 0)
@@ -155,7 +158,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
         tiles: Array,
         *flat: Array,
         interpret: Any,
-    ) -> Any:
+    ) -> list[Array]:
         if interpret is False:
             stores, *rest = jax.tree.unflatten(tree, flat)
             flat = tuple(jax.tree.leaves((jax.tree.map(_in_hbm, stores), *rest)))
@@ -243,11 +246,11 @@ def _kernel(
     tree: Any,
     tile: int,
     blocks: int,
-    scalars_ref: Any,
-    _: Any,
-    queries_ref: Any,
-    at_ref: Any,
-    *refs: Any,
+    scalars_ref: Ref,
+    _: Ref,
+    queries_ref: Ref,
+    at_ref: Ref,
+    *refs: Ref,
 ) -> None:
     """One tile of a row, for some key-value heads and one block of query rows."""
     stores, start_from, inverse = jax.tree.unflatten(tree, refs[:-5])

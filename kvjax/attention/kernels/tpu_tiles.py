@@ -10,18 +10,20 @@ zeros in the channels of the other groups. One matrix product then gives the pro
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from kvjax.attention.kernels.common import KernelInputs
+from kvjax.attention.kernels.common import DType, KernelInputs
 from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
 from kvjax.codecs.centered import CenteredStore
 from kvjax.codecs.float8 import FIELDS, Scaled
 from kvjax.codecs.integer import Packed
 from kvjax.codecs.scales import ScaledCodec
 from kvjax.core.typing import Array
+from kvjax.placement.order import Orders
+from kvjax.placement.tpu import LaneTiled, RowTiled
 
 
 class Tile(NamedTuple):
@@ -47,7 +49,7 @@ def can_tile(codec: Codec, block: int, subblocks: int, head_dim: int) -> bool:
 
 
 @functools.singledispatch
-def tiles_of(codec: Codec, store: Store, orders: Any, index: int, subblocks: int) -> list[Tile]:
+def tiles_of(codec: Codec, store: Store, orders: Orders, index: int, subblocks: int) -> list[Tile]:
     """The tokens of one subblock of each block of a store, as a sum of tiles.
 
     Args:
@@ -65,7 +67,7 @@ def _(codec: Raw, block: int, subblocks: int, head_dim: int) -> bool:
 
 
 @tiles_of.register
-def _(codec: Raw, store: Array, orders: Any, index: int, subblocks: int) -> list[Tile]:
+def _(codec: Raw, store: Array, orders: Orders, index: int, subblocks: int) -> list[Tile]:
     return [Tile(*orders.subblock(store, index, subblocks), transposed=orders.transposed)]
 
 
@@ -83,7 +85,7 @@ def _(codec: Integer, block: int, subblocks: int, head_dim: int) -> bool:
 
 
 @tiles_of.register
-def _(codec: Integer, store: Packed, orders: Any, index: int, subblocks: int) -> list[Tile]:
+def _(codec: Integer, store: Packed, orders: Orders, index: int, subblocks: int) -> list[Tile]:
     per_code = subblocks // (8 // codec.bits)  # subblocks per code of a byte
     codes = store.codes.astype(jnp.int32)
     if codec.bits < 8:
@@ -96,7 +98,7 @@ def _(codec: Integer, store: Packed, orders: Any, index: int, subblocks: int) ->
 
 
 @tiles_of.register
-def _(codec: Float8, store: Scaled, orders: Any, index: int, subblocks: int) -> list[Tile]:
+def _(codec: Float8, store: Scaled, orders: Orders, index: int, subblocks: int) -> list[Tile]:
     bits, lane_group = orders.bits.subblock(store.bits.astype(jnp.int32), index, subblocks)
     numbers = _float8_to_float32(bits, *FIELDS[codec.kind])
     return [_scaled_tile(codec, numbers, lane_group, store, orders, index, subblocks)]
@@ -108,7 +110,9 @@ def _(codec: Centered, block: int, subblocks: int, head_dim: int) -> bool:
 
 
 @tiles_of.register
-def _(codec: Centered, store: CenteredStore, orders: Any, index: int, subblocks: int) -> list[Tile]:
+def _(
+    codec: Centered, store: CenteredStore, orders: Orders, index: int, subblocks: int
+) -> list[Tile]:
     rest = tiles_of(codec.codec, store.rest, orders.rest, index, subblocks)
     _, tokens, lanes = rest[0].numbers.shape
     mean = _repeat_rows(codec.decode_mean(store), tokens, lanes)
@@ -119,29 +123,29 @@ def _scaled_tile(
     codec: ScaledCodec,
     numbers: Array,
     lane_group: int,
-    store: Any,
-    orders: Any,
+    store: Packed | Scaled,
+    orders: Orders,
     index: int,
     subblocks: int,
 ) -> Tile:
     """A tile of ``numbers`` with the scales and zero points of a store. Scales per channel are
     applied here; scales per token are left to the products."""
-    zero, zero_order = getattr(store, "zero", None), getattr(orders, "zero", None)
+    zero = getattr(store, "zero", None)
     if codec.per == "token":
 
-        def of_tokens(x: Array, order: Any) -> Array:
+        def of_tokens(x: Array, order: LaneTiled) -> Array:
             return codec.scale_codec.decode(order.of_subblock(x, index)).astype(jnp.float32)
 
-        offset = None if zero is None else of_tokens(zero, zero_order)
+        offset = None if zero is None else of_tokens(zero, orders.zero)
         return Tile(numbers, lane_group, of_tokens(store.scale, orders.scale), offset)
     _, tokens, lanes = numbers.shape
 
-    def of_channels(x: Array, order: Any) -> Array:
+    def of_channels(x: Array, order: RowTiled) -> Array:
         rows = codec.scale_codec.decode(order.shared_rows(x, index, subblocks))
         return _repeat_rows(rows.astype(jnp.float32), tokens, lanes)
 
     numbers = numbers * of_channels(store.scale, orders.scale)
-    return Tile(numbers if zero is None else numbers + of_channels(zero, zero_order), lane_group)
+    return Tile(numbers if zero is None else numbers + of_channels(zero, orders.zero), lane_group)
 
 
 def _repeat_rows(rows: Array, tokens: int, lanes: int) -> Array:
@@ -206,7 +210,7 @@ def tile_weighted_values(
     present: Array,
     present_rows: Callable[[], Array],
     inputs: KernelInputs,
-    dtype: Any,
+    dtype: DType,
 ) -> Array:
     """Weights [kv_heads, rows, tokens] times values: float32[kv_heads, rows, lanes].
 

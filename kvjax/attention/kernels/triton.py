@@ -21,6 +21,7 @@ from jax.experimental.pallas import triton
 
 from kvjax.attention.kernels.common import (
     KernelInputs,
+    Ref,
     compiled,
     core_of,
     merge_splits,
@@ -29,7 +30,7 @@ from kvjax.attention.kernels.common import (
 )
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
-from kvjax.codecs import Codec, CodecWrapper, Raw
+from kvjax.codecs import Codec, CodecWrapper, Raw, Store
 from kvjax.codecs.scales import ScaledCodec
 from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_10_varying_shape
@@ -81,7 +82,7 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     }
 
 
-def _has_no_constants(codec: Codec, store: Any) -> bool:
+def _has_no_constants(codec: Codec, store: Store) -> bool:
     """Whether ``decode`` uses no constant arrays, which a kernel can't hold."""
     return not jax.make_jaxpr(codec.decode)(store).consts
 
@@ -131,7 +132,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     free = current_target().shared_memory - block_rows * copies * number_bytes
     stages = min(STAGES, max(free // (2 * tile * section.unit * number_bytes), 1))
 
-    def run(*arrays: Array, interpret: bool) -> Any:
+    def run(*arrays: Array, interpret: bool) -> list[Array]:
         return pl.pallas_call(
             kernel,
             grid=(batch, kv_heads * blocks, splits),
@@ -153,7 +154,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
 
 
 def _kernel(
-    inputs: KernelInputs, tree: Any, tile: int, units: int, page: int, splits: int, *refs: Any
+    inputs: KernelInputs, tree: Any, tile: int, units: int, page: int, splits: int, *refs: Ref
 ) -> None:
     """One program: a split of a row's keys, for one key-value head and one block of query rows.
 
