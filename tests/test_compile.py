@@ -172,6 +172,6 @@ def test_wrong_arguments_are_refused(lm, changes, message):
 
 def test_a_cache_is_no_policy(lm):
     cache = kvjax.init_cache(lm.config, max_len=20)
-    with pytest.raises(ValueError, match="a policy, not a cache"):
+    with pytest.raises(ValueError, match="expected a policy, got a cache"):
         kvjax.compile(lm, cache, max_len=20)
     assert not cache.length.is_deleted()

@@ -514,7 +514,7 @@ def test_wrong_guides_are_refused_before_anything_runs(tiny_llama):
         ([[1]], {"guide": Anything(), "min_new_tokens": 1}, "min_new_tokens is 1, but a guide may"),
         ([[1]], {"guide": Anything(99)}, r"a guide must return uint32\[2\], got uint32\[4\]"),
         ([[1]], {"guide": Mute()}, "a guide allows no token: at its end"),
-        ([[1]], {"guide": guide}, "ends its text with token 257, which eos_token_ids must have"),
+        ([[1]], {"guide": guide}, "ends its text with token 257, which must be in eos_token_ids"),
     ):
         with pytest.raises(ValueError, match=message):
             kvjax.stream(lm, prompts, **given)

@@ -57,7 +57,7 @@ class DraftedGuidedSession(GuidedSession):
         tokens, lengths = fetch(draft)
         if not lengths.any():
             drafts.acceptance = without_draft(drafts.acceptance)
-            return super().decode(steps, halt)._replace(drafted=drafts.acceptance)
+            return super().decode(steps, halt)._replace(acceptance=drafts.acceptance)
         self.context, logits = feed(
             lm.architecture, lm.params, context, self._progress, draft, halt
         )
