@@ -1,4 +1,10 @@
-"""Run functions of caches under a mesh with explicit axes."""
+"""Run functions of caches under a mesh with explicit axes, set with ``jax.set_mesh``.
+
+Under such a mesh the type of every array says how it is divided, and JAX rejects operations whose
+result could be divided in several ways, which includes most writes into a cache. These functions
+therefore run with automatic axes, where the compiler decides, and their results are divided like
+their arguments.
+"""
 
 import functools
 import itertools
@@ -14,55 +20,55 @@ from kvjax.core.mesh_context import allow_host_to_device
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Path = tuple[Any, ...]
 
 
-def automatic_axes(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """``call`` with the explicit axes of the mesh that is set as automatic ones.
+def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A decorator that runs ``function`` with explicit axes of the mesh as automatic ones.
 
-    Of a cache that it gives, each array is divided as that of the cache that it was given; an array
-    of the same shape as one that it was given, as that; and all others by their rows alone. A cache
-    on a mesh of ``kvjax.make_mesh`` is refused: its axes are not those that are set.
+    Each array of a cache that it returns is divided like that of the cache it received. Other
+    arrays are divided like an argument of the same shape, or else along their rows. A cache on a
+    mesh of ``kvjax.make_mesh`` is rejected, because its axes are not those of the mesh that is set.
     """
 
     @allow_host_to_device
-    @functools.wraps(call)
-    def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+    @functools.wraps(function)
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         mesh = jax.sharding.get_abstract_mesh()
         kinds = () if mesh.empty else zip(mesh.axis_names, mesh.axis_types, strict=True)
         explicit = {name: AxisType.Auto for name, kind in kinds if kind is AxisType.Explicit}
         if not explicit:
-            return call(*args, **kwargs)
-        given = _Given(mesh, args, kwargs)
+            return function(*args, **kwargs)
+        divisions = _Divisions(mesh, args, kwargs)
         with jax.sharding.use_abstract_mesh(mesh.update_axis_types(explicit)):
             args, kwargs = jax.tree.map(functools.partial(_without, explicit), (args, kwargs))
-            result = call(*args, **kwargs)
-        return given.divided(result)
+            result = function(*args, **kwargs)
+        return divisions.apply(result)
 
-    return called
+    return wrapped
 
 
 def _without(names: dict[str, Any], x: Any) -> Any:
-    """An array whose type does not say that it is divided along these axes."""
+    """Remove axes from the sharding in the type of an array."""
     if not isinstance(x, jax.Array):
         return x
-    axes = [_of(names, axis, kept=False) for axis in jax.typeof(x).sharding.spec]
+    axes = []
+    for entry in jax.typeof(x).sharding.spec:
+        kept = tuple(name for name in _axis_names(entry) if name not in names)
+        axes.append(kept[0] if len(kept) == 1 else kept or None)
     return jax.sharding.reshard(x, PartitionSpec(*axes))
 
 
-def _of(names: Any, axis: Any, *, kept: bool) -> Any:
-    """What of the axes that divide a dimension is among some names, or is not."""
-    each = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-    found = tuple(name for name in each if (name in names) is kept)
-    return found[0] if len(found) == 1 else found or None
+def _axis_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in an entry of a ``PartitionSpec``."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
-class _Given:
-    """How the arrays of some arguments are divided."""
+class _Divisions:
+    """How the arrays of a function's arguments are divided."""
 
-    def __init__(self, mesh: AbstractMesh, *given: Any) -> None:
+    def __init__(self, mesh: AbstractMesh, *args: Any) -> None:
         self.mesh = mesh
-        leaves = jax.tree.leaves(given, is_leaf=_is_cache)
+        leaves = jax.tree.leaves(args, is_leaf=_is_cache)
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
         caches = [x for x in leaves if _is_cache(x)]
         for cache in caches:
@@ -78,8 +84,8 @@ class _Given:
         first = tuple(jax.typeof(rows[0]).sharding.spec) if rows else ()
         self.rows = first[0] if first else None
 
-    def divided(self, result: _T) -> _T:
-        """What a function gave, divided as what it was given."""
+    def apply(self, result: _T) -> _T:
+        """The result of the function, divided like its arguments."""
 
         def one(x: Any) -> Any:
             if not _is_cache(x):
@@ -97,9 +103,9 @@ class _Given:
             spec = (self.rows,) if x.ndim else ()
         sizes = self.mesh.shape
         axes = []
-        for size, axis in itertools.zip_longest(x.shape, spec):
-            each = () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-            axes.append(None if size % np.prod([sizes[n] for n in each], dtype=int) else axis)
+        for size, entry in itertools.zip_longest(x.shape, spec):
+            shards = np.prod([sizes[name] for name in _axis_names(entry)], dtype=int)
+            axes.append(None if size % shards else entry)
         return jax.sharding.reshard(x, PartitionSpec(*axes))
 
 

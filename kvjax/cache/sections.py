@@ -1,4 +1,8 @@
-"""The sections of a layer: ranges of slots that attention and `read` walk one after another."""
+"""The sections of a layer: ranges of slots that are stored alike, such as body and tail.
+
+Attention, `read` and conversions read a layer section by section. Only this module, and the one
+that writes a layer, know which tokens are where and in which form.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -23,7 +27,7 @@ from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Cursors, PerRow
-from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, paged, split_slots
+from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, split_slots
 from kvjax.placement.device import Device
 from kvjax.placement.order import AS_IS, restore
 from kvjax.placement.pages import fit_units, read_pages
@@ -31,12 +35,12 @@ from kvjax.placement.pages import fit_units, read_pages
 
 @pytree_dataclass
 class LayerView:
-    """A layer, with the tokens of a call appended.
+    """A layer to which a call has been appended.
 
-    ``before``, ``length``: int32[batch], tokens a row without and with the call's. ``marks``:
-    int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's table. ``pages``:
-    int32[batch, columns], where the layer is in pages, those of each row. ``index``: int32[], which
-    layer of a stack it is, and ``layer`` the same of one that is ``unstacked``.
+    ``before``, ``length``: int32[batch], tokens of each row without and with those of the call.
+    ``marks``: int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's rotary
+    table. ``pages``: int32[batch, columns], the page table, if the layer is in pages. ``index``:
+    int32[], the layer of a stack; ``unstacked`` moves it to ``layer``.
     """
 
     layer_cache: LayerCache
@@ -49,107 +53,45 @@ class LayerView:
     layer: Array | None = None
 
     def unstacked(self) -> "LayerView":
-        """That of a layer alone, on a device."""
+        """A view of one layer, if this is a view of a stack."""
         if self.index is None:
             return self
         layer_cache = unstacked(self.layer_cache, self.index)
         return replace(self, layer_cache=layer_cache, layer=self.index, index=None)
 
     def take_rows(self, rows: PerRow) -> "LayerView":
-        """That of some rows, int32[n], of a layer in pages, which stay as they are."""
-        held = self.layer_cache
-        own = held.tail, held.strip, held.low
-        mine = own, (self.before, self.length, self.marks, self.pages)
-        (tail, strip, low), cursors = jax.tree.map(lambda x: x[rows], mine)
-        before, length, marks, pages = cursors
-        held = replace(held, tail=tail, strip=strip, low=low)
-        return replace(
-            self, layer_cache=held, before=before, length=length, marks=marks, pages=pages
-        )
-
-
-def regions_of(
-    layout: Layout, of: Callable[[Layout, Shard], LayoutSlice], together: bool, shard: Shard | None
-) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
-    """A layout's regions, and what says where their tokens stand: itself, or a part of it."""
-    if together:
-        return [(Region(0, layout.slots), layout)]
-    if (pages := paged(layout)) and layout.sinks:
-        # A page may have both: each walks it from its beginning, and counts its own.
-        ends = [(each, each.first + each.size) for each in layout.regions()]
-        return [
-            (
-                Region(0, pages.whole(end), each.capped),
-                LayoutSlice(layout, layout.slots, 0, each.first, end),
-            )
-            for each, end in ends
-        ]
-    if shard is None:
-        return [(region, layout) for region in layout.regions()]
-    return of(layout, shard).regions()
-
-
-def placed(
-    of: Callable[[Shard | None], Any], shard: Shard | None, length: PerRow, written: PerRow
-) -> dict[str, Any]:
-    """``Section.position_of`` and its cursors, of what ``of`` makes of a share of the slots, which
-    is a cursor as well."""
-
-    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
-        own = None if shard is None else Shard(expand_over_slots(index[0]), shard.count)
-        return of(own).positions(length, written, slots)
-
-    cursors = (length, written)
-    if shard is not None:
-        cursors = (*cursors, jnp.broadcast_to(jnp.int32(shard.index), length.shape))
-    return {"position_of": position_of, "cursors": cursors}
-
-
-def own_tokens(split: Split, before: PerRow, length: PerRow, count: int) -> dict[str, Any]:
-    """The same, and what else a section is asked, of a long call's own tokens, ``count`` of them
-    from ``before`` on."""
-    shard = split.shard
-    each = count if shard is None else -(-count // shard.count)
-    first = jnp.int32(0) if shard is None else shard.index * each
-
-    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
-        slots = expand_over_rows(slots, before)
-        positions = expand_over_slots(before) + slots
-        there = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
-        if shard is not None:
-            there &= (slots >= expand_over_slots(first)) & (slots < expand_over_slots(first) + each)
-        return jnp.where(there, positions, -1)
-
-    def span(start: Array, size: int) -> tuple[Array, Array]:
-        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + each)
-        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
-        return jnp.min(before) + low, jnp.where(low < high, last, -1)
-
-    return {
-        "position_of": position_of,
-        "cursors": (before, length, jnp.broadcast_to(first, length.shape)),
-        "span": span,
-        "filled": lambda near: jnp.minimum(jnp.max(near - before), first + each),
-        "slot_of": lambda positions: positions - before[:, None],
-    }
+        """A view of some rows, int32[n], of a layer in pages. Pages are unchanged."""
+        layer = self.layer_cache
+        arrays = dict(tail=layer.tail, strip=layer.strip, low=layer.low)
+        cursors = dict(before=self.before, length=self.length, marks=self.marks, pages=self.pages)
+        arrays, cursors = jax.tree.map(lambda x: x[rows], (arrays, cursors))
+        return replace(self, layer_cache=replace(layer, **arrays), **cursors)
 
 
 @dataclass(frozen=True)
 class Section:
-    """Units of a store: tokens, or blocks of them.
+    """Consecutive units of a store. A unit is a token, or a block of tokens.
 
-    ``keys``, ``values`` and their codecs; ``first`` and ``size``: which units; ``unit``: tokens of
-    one. ``split``: of a layer with a tail, which tokens queries see raw, and ``raw``: whether these
-    are such. ``capped``: sinks, which queries look at from a capped distance. ``whole``: these are
-    all units of arrays that can be multiplied as they are. ``table``: to turn keys by that are
-    stored unrotated. ``placement``: where the stores are kept, and ``orders``: how. ``pages``:
-    int32[batch, columns], where they are of pages of ``page`` units, those of each row. ``layer``:
-    int32[], where they are [layers, batch, ...], whose they are.
-    ``position_of(slots, *cursors)`` -> int32[batch, slots]: positions of the store's slots of
-    tokens, -1 for none, made of each element alone, for kernels make it of one row's ``cursors``;
-    ``span(start, size)``: the lowest and highest of them in some units, over all rows;
-    ``filled(near)``: how many units from the first on may hold anything, where rows have ``near``
-    tokens; ``slot_of(positions)``: where the store has them, if it does, counted in tokens.
+    ``keys``, ``values``: stores in the form of ``codecs``. ``first``, ``size``: the units of the
+    section. ``unit``: tokens per unit.
+
+    ``position_of(slots, *cursors)``: int32[batch, slots], the position in each slot, -1 for none.
+    Slots count in tokens. It works elementwise, so that kernels can call it with the cursors of one
+    row. ``cursors``: int32[batch] each.
+
+    ``span(start, size)``: the lowest and the highest position in units, over all rows.
+
+    ``filled(near)``: units counted from the first that may hold tokens, if rows have ``near``
+    tokens.
+
+    ``slot_of(positions)``: the slot of each position, if the section holds it.
+
+    ``split``: the rule of sight of a layer with a tail; ``raw``: whether queries see these tokens
+    raw. ``capped``: these are sinks, whose distance to queries is capped. ``whole``: the section is
+    all of its arrays, and they can be multiplied without slicing. ``rotary``: a table to rotate
+    keys that are stored unrotated. ``placement``, ``orders``: where and in which order the arrays
+    are stored. ``pages``: int32[batch, columns], the page table, if the arrays are pages of
+    ``page`` units. ``layer``: int32[], the layer, if the arrays belong to a stack.
     """
 
     keys: Store
@@ -167,7 +109,7 @@ class Section:
     raw: bool = False
     capped: bool = False
     whole: bool = False
-    table: RotaryTable | None = None
+    rotary: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
     orders: tuple[Any, Any] = (AS_IS, AS_IS)
     pages: Array | None = None
@@ -175,7 +117,7 @@ class Section:
     layer: Array | None = None
 
     def positions(self, units: Array, start: Array | int) -> Array:
-        """int32[batch, tokens] of ``units``; those before ``start`` have been seen already."""
+        """int32[batch, tokens]: the positions in ``units``; -1 in units before ``start``."""
         slots = units
         if self.unit > 1:
             slots = (units[:, None] * self.unit + arange_row(self.unit)).ravel()
@@ -183,28 +125,28 @@ class Section:
         return jnp.where(there, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
-        """Queries [batch, kv_heads, rows, head_dim] times keys as stored: float32[batch,
-        kv_heads, rows, tokens]. ``long``: of a whole section, on a CPU."""
+        """The products of queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
+        kv_heads, rows, tokens]. ``long``: the keys are a whole section, on a CPU."""
         codec = self.codecs[0]
         if long:
             return long_scores(queries, codec.decode(keys))
-        if self.table is None:
+        if self.rotary is None:
             return codec.scores(queries, keys)
-        turned = apply_rotary(merge_blocks(codec.decode(keys)), positions.clip(0), self.table)
-        return plain_scores(queries, turned)
+        rotated = apply_rotary(merge_blocks(codec.decode(keys)), positions.clip(0), self.rotary)
+        return plain_scores(queries, rotated)
 
     def weighted_values(
         self, weights: Array, values: Store, positions: Array | None, dtype: str
     ) -> Array:
-        """Weights [batch, kv_heads, rows, tokens] times values as stored: float32[batch,
-        kv_heads, rows, head_dim]. ``positions``: values of slots that have none are left out; None
-        is a whole section, on a CPU."""
+        """The sum of stored values with weights [batch, kv_heads, rows, tokens]: float32[batch,
+        kv_heads, rows, head_dim]. ``positions``: values of slots without one are left out; None for
+        a whole section, on a CPU."""
         codec = self.codecs[1]
         if positions is None:
             return long_weighted_values(weights, codec.decode(values))
         if codec.blockwise:
             return codec.weighted_values(weights, values)
-        # An earlier text may have left NaN in a slot that is empty now.
+        # A slot that is empty now may still hold NaN.
         numbers = merge_blocks(codec.decode(values)).astype(dtype)
         return plain_weighted_values(weights, numbers, present=positions[:, None, :, None] >= 0)
 
@@ -214,22 +156,22 @@ class Section:
         stores, layer = (self.keys, self.values), self.layer
         if self.pages is not None:
             where = self.orders, self.placement, self.pages, self.page
-            return self._known(read_pages(stores, *where, start, size, layer))
+            return self._in_codec_order(read_pages(stores, *where, start, size, layer))
         if layer is None:
             part = jax.tree.map(
                 lambda x, order: order.slice_units(x, start, size), stores, self.orders
             )
-            return self._known(self.placement.near(part))
+            return self._in_codec_order(self.placement.near(part))
         near = self.placement.near
-        return self._known(
+        return self._in_codec_order(
             jax.tree.map(
                 lambda x, o: o.slice_layer(x, layer, start, size, near), stores, self.orders
             )
         )
 
     def as_pages(self) -> "Section":
-        """The same of a stack as pages of one pool, of all layers; where it has none each row is
-        one."""
+        """A section of a stack as pages of one pool with the pages of all layers. If rows are not
+        in pages, each row becomes a page."""
         if self.layer is None:
             return self
         rows = jax.tree.leaves(self.keys)[0].shape[1]
@@ -242,33 +184,32 @@ class Section:
 
     @property
     def _units(self) -> int:
-        """Of the arrays, which may have more sections."""
+        """Units of the arrays, which may hold several sections."""
         store, order = jax.tree.leaves(self.keys)[0], jax.tree.leaves(self.orders[0])[0]
         units: int = store.shape[order.axis + (self.layer is not None)] // order.stride
         return units
 
     def fit_units(self, units: int, of: int = 1) -> int:
-        """About so many units, a multiple ``of`` so many, as ``part_of`` can give them."""
+        """A size for ``slice_units`` that is close to ``units`` and a multiple of ``of``."""
         whole = self.pages is None or self.size <= self.page
         return units if whole else fit_units(self.page, min(units, self.size), of)
 
-    def _known(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
-        """Stores in the order of codecs, in which most devices keep them."""
-        return (
-            stores if {*jax.tree.leaves(self.orders)} == {AS_IS} else restore(stores, self.orders)
-        )
+    def _in_codec_order(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
+        """Stores in the order of codecs, which is that of most devices."""
+        as_is = {*jax.tree.leaves(self.orders)} == {AS_IS}
+        return stores if as_is else restore(stores, self.orders)
 
     def stores(self) -> tuple[Store, Store]:
-        """Keys and values of all units of every row, as codecs know them."""
+        """Keys and values of all units, in the order of codecs."""
         if self.pages is not None:
             return self.slice_units(jnp.int32(0), self.pages.shape[1] * self.page)
         if self.layer is not None:
             return self.slice_units(jnp.int32(0), self._units)
-        return self._known(self.placement.near((self.keys, self.values)))
+        return self._in_codec_order(self.placement.near((self.keys, self.values)))
 
     def numbers(self) -> tuple[Array, Array, Array]:
-        """Keys, rotated or not as they are stored, and values of all units, [batch, kv_heads,
-        tokens, head_dim], and the positions of their slots, int32[batch, tokens]."""
+        """Decoded keys and values, [batch, kv_heads, tokens, head_dim], and the positions of their
+        slots, int32[batch, tokens]. Keys are rotated only if they are stored so."""
         stores, end = self.stores(), self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
@@ -282,88 +223,161 @@ class Section:
 def sections(
     view: LayerView, shard: Shard | None = None, *, together: bool = False
 ) -> list[Section]:
-    """A layer's sections, in the order they are walked.
+    """The sections of a layer, in the order in which attention reads them.
 
     Args:
       view: the layer.
-      shard: of its slots, and of the newest tokens, which all devices have; None for all.
-      together: sinks with what is stored in one array with them; queries look at them apart.
+      shard: the shard of the slots to read, None for all of them.
+      together: return sinks in one section with the other slots of their array. Queries need them
+        separately.
     """
-    held, length = view.layer_cache, view.length
-    policy, written = held.policy, jnp.maximum(view.marks, length)
-    if held.tail is None:
-        stores, codecs = (held.keys, held.values), (policy.keys, policy.values)
-        of = functools.partial(regions_of, policy.stored_layout, split_slots, together)
+    layer, length = view.layer_cache, view.length
+    policy, written = layer.policy, jnp.maximum(view.marks, length)
+    stores, placement = (layer.keys, layer.values), policy.placement
+    if layer.tail is None:
+        codecs = policy.keys, policy.values
+        regions = functools.partial(_regions, policy.stored_layout, split_slots, together)
         return [
-            _in_pages(_region(stores, codecs, of, n, shard, length, written), view)
-            for n in range(len(of(shard)))
+            _in_body(_region_section(stores, codecs, regions, n, shard, length, written), view)
+            for n in range(len(regions(shard)))
         ]
     split, raw = replace(policy.split, shard=shard), policy.raw
     assert raw is not None
-    table = view.rotary if policy.keys.before_rotary else None
-    stores, placement = (held.keys, held.values), policy.placement
-    if held.fetched is not None:
-        stores, placement = held.fetched, Device()
+    rotary = view.rotary if policy.keys.before_rotary else None
+    if layer.fetched is not None:
+        stores, placement = layer.fetched, Device()
     body = Section(
-        *stores, (policy.keys, policy.values), 0, split.body.slots,
+        *stores,
+        (policy.keys, policy.values),
+        0,
+        split.body.slots,
         span=lambda start, size: split.body_bounds(length, start, size),
         filled=lambda near: split.body.occupied(split.flushed(near)),
-        slot_of=split.slot_of, unit=split.block, split=split, table=table, placement=placement,
-        orders=held.orders,
-        **placed(lambda shard: replace(split, shard=shard), shard, length, written),
-    )  # fmt: skip
-    of = functools.partial(regions_of, split.tail, mask_slots, together)
+        slot_of=split.slot_of,
+        unit=split.block,
+        split=split,
+        rotary=rotary,
+        placement=placement,
+        orders=layer.orders,
+        **_positions(lambda shard: replace(split, shard=shard), shard, length, written),
+    )
+    regions = functools.partial(_regions, split.tail, mask_slots, together)
 
     def in_tail(
         tail: Tail, number: int, length: PerRow, written: PerRow, layer: Array | None = None
     ) -> Section:
-        found = _region((tail.keys, tail.values), raw, of, number, shard, length, written)
-        return replace(found, split=split, raw=True, whole=False, table=table, layer=layer)
+        stores = tail.keys, tail.values
+        section = _region_section(stores, raw, regions, number, shard, length, written)
+        return replace(section, split=split, raw=True, whole=False, rotary=rotary, layer=layer)
 
-    newest = [in_tail(held.tail, n, length, written, view.layer) for n in range(len(of(shard)))]
-    if held.strip is not None:
+    count = len(regions(shard))
+    newest = [in_tail(layer.tail, n, length, written, view.layer) for n in range(count)]
+    if layer.strip is not None:
         marks = jnp.maximum(view.marks, view.before)
-        newest[-1] = in_tail(held.strip.tail, len(newest) - 1, view.before, marks)
-        newest.append(_own(held.strip, view, split, raw, table))
-    return [_in_pages(body, view), *newest]
+        newest[-1] = in_tail(layer.strip.tail, count - 1, view.before, marks)
+        newest.append(_call_section(layer.strip, view, split, raw, rotary))
+    return [_in_body(body, view), *newest]
 
 
-def _in_pages(section: Section, view: LayerView) -> Section:
-    """A section of a layer's body, which may be in pages, or in a stack."""
-    page_group = view.layer_cache.policy.page_group
-    page = {} if page_group is None else {"page": page_group.layout.page_size}
-    alone = page_group is None and view.layer is None
-    return replace(
-        section, pages=view.pages, layer=view.layer, whole=section.whole and alone, **page
-    )
+def _regions(
+    layout: Layout,
+    divide: Callable[[Layout, Shard], LayoutSlice],
+    together: bool,
+    shard: Shard | None,
+) -> Sequence[tuple[Region, Any]]:
+    """The regions of a layout or of its shard, and the layout or slice that answers for each."""
+    if together:
+        return [(Region(0, layout.slots), layout)]
+    return layout.region_layouts() if shard is None else divide(layout, shard).region_layouts()
 
 
-def _region(
+def _region_section(
     stores: tuple[Store, Store],
     codecs: tuple[Codec, Codec],
-    of: Callable[[Shard | None], Sequence[tuple[Region, Any]]],
+    regions: Callable[[Shard | None], Sequence[tuple[Region, Any]]],
     number: int,
     shard: Shard | None,
     length: PerRow,
     written: PerRow,
 ) -> Section:
-    """One of a layout's regions."""
-    region, layout = of(shard)[number]
+    """The section of one region of a layout."""
+    region, layout = regions(shard)[number]
     return Section(
-        *stores, codecs, region.first, region.size,
+        *stores,
+        codecs,
+        region.first,
+        region.size,
         span=lambda start, size: layout.bounds(length, start, size),
         filled=lambda near: layout.occupied(jnp.minimum(near, length)) - region.first,
-        slot_of=layout.slot_of, capped=region.capped, whole=region.size == layout.slots,
-        **placed(lambda shard: of(shard)[number][1], shard, length, written),
-    )  # fmt: skip
+        slot_of=layout.slot_of,
+        capped=region.capped,
+        whole=region.size == layout.slots,
+        **_positions(lambda shard: regions(shard)[number][1], shard, length, written),
+    )
 
 
-def _own(
-    strip: Strip, view: LayerView, split: Split, raw: tuple[Codec, Codec], table: RotaryTable | None
+def _in_body(section: Section, view: LayerView) -> Section:
+    """The section with the page table and the layer of a body that is in pages or in a stack."""
+    group = view.layer_cache.policy.page_group
+    page = 1 if group is None else group.layout.page_size
+    whole = section.whole and group is None and view.layer is None
+    return replace(section, pages=view.pages, page=page, layer=view.layer, whole=whole)
+
+
+def _positions(
+    layout: Callable[[Shard | None], Any], shard: Shard | None, length: PerRow, written: PerRow
+) -> dict[str, Any]:
+    """``position_of`` and ``cursors`` of a section, whose layout depends on the shard. The index of
+    the shard is one of the cursors."""
+
+    def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
+        own = None if shard is None else Shard(expand_over_slots(index[0]), shard.count)
+        return layout(own).positions(length, written, slots)
+
+    cursors = (length, written)
+    if shard is not None:
+        cursors = (*cursors, jnp.broadcast_to(jnp.int32(shard.index), length.shape))
+    return {"position_of": position_of, "cursors": cursors}
+
+
+def _call_section(
+    strip: Strip,
+    view: LayerView,
+    split: Split,
+    raw: tuple[Codec, Codec],
+    rotary: RotaryTable | None,
 ) -> Section:
-    """A long call's own tokens, but for sinks, which have been written to slots of their own."""
+    """The section of the tokens of a call that has a strip, sinks aside, which are in the tail."""
+    before, length, shard = view.before, view.length, split.shard
     count = strip.keys.shape[2]
+    own = count if shard is None else -(-count // shard.count)
+    first = jnp.int32(0) if shard is None else shard.index * own
+
+    def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
+        slots = expand_over_rows(slots, before)
+        positions = expand_over_slots(before) + slots
+        there = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
+        if shard is not None:
+            there &= (slots >= expand_over_slots(first)) & (slots < expand_over_slots(first) + own)
+        return jnp.where(there, positions, -1)
+
+    def span(start: Array, size: int) -> tuple[Array, Array]:
+        low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + own)
+        last = jnp.minimum(jnp.max(before) + high, jnp.max(length)) - 1
+        return jnp.min(before) + low, jnp.where(low < high, last, -1)
+
     return Section(
-        strip.keys, strip.values, raw, 0, count, split=split, raw=True, table=table,
-        **own_tokens(split, view.before, view.length, count),
-    )  # fmt: skip
+        strip.keys,
+        strip.values,
+        raw,
+        0,
+        count,
+        position_of=position_of,
+        cursors=(before, length, jnp.broadcast_to(first, length.shape)),
+        span=span,
+        filled=lambda near: jnp.minimum(jnp.max(near - before), first + own),
+        slot_of=lambda positions: positions - before[:, None],
+        split=split,
+        raw=True,
+        rotary=rotary,
+    )

@@ -5,8 +5,9 @@ knows nothing about keys, values or devices.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
 
@@ -172,6 +173,10 @@ class Layout(LayoutSpec):
         """The slots in the order in which attention reads them; each slot once."""
         rest = Region(self.sinks, self.slots - self.sinks)
         return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
+
+    def region_layouts(self) -> Sequence[tuple[Region, Any]]:
+        """Each region, and the layout or `LayoutSlice` whose methods answer for its slots."""
+        return [(region, self) for region in self.regions()]
 
     def occupied(self, length: PerRow) -> Scalar:
         """Slots counted from the first that may hold a token, in any row."""

@@ -4,6 +4,7 @@ Source: Kwon et al., "Efficient Memory Management for Large Language Model Servi
 PagedAttention", arXiv:2309.06180.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +23,8 @@ from kvjax.core.typing import (
     Slots,
 )
 from kvjax.core.validation import INT32_MAX, UNLIMITED, normalize_int_field
-from kvjax.layouts.layout import Dense, Layout, LayoutSpec, Run
+from kvjax.layouts.layout import Dense, Layout, LayoutSpec, Region, Run
+from kvjax.layouts.split import LayoutSlice
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE, PAGE_SIZE_MULTIPLE = 16, 1024, 8
 """Tokens of a page."""
@@ -211,6 +213,18 @@ class Paged(Layout):
     def slot_of(self, positions: Positions) -> Positions:
         column = self.column_of(positions // self.page_size)
         return column * self.page_size + positions % self.page_size
+
+    def region_layouts(self) -> Sequence[tuple[Region, Any]]:
+        """A page may hold sinks and other tokens. Each region then reads whole pages from the first
+        on, and counts only its own slots."""
+        if not self.sinks:
+            return super().region_layouts()
+        parts = []
+        for region in self.regions():
+            end = region.first + region.size
+            part = LayoutSlice(self, self.slots, 0, region.first, end)
+            parts.append((Region(0, self.whole(end), region.capped), part))
+        return parts
 
     def occupied(self, length: PerRow) -> Scalar:
         return jnp.minimum(jnp.max(length), self.slots)

@@ -52,17 +52,17 @@ class LayoutSlice:
     def slot_of(self, positions: Positions) -> Positions:
         return self.layout.slot_of(positions) - self.offset
 
-    def regions(self) -> list[tuple[Region, "LayoutSlice"]]:
+    def region_layouts(self) -> list[tuple[Region, "LayoutSlice"]]:
         """Each region of the layout, and the slice of its slots in this one."""
-        regions = []
+        parts = []
         for region in self.layout.regions():
             low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
             high = jnp.minimum(jnp.asarray(self.high, jnp.int32), region.first + region.size)
             part = LayoutSlice(self.layout, self.slots, self.offset, low, high)
             # Regions keep their order in every shard.
             size = min(self.slots, region.first + region.size)
-            regions.append((Region(0, size, region.capped), part))
-        return regions
+            parts.append((Region(0, size, region.capped), part))
+        return parts
 
     def occupied(self, length: PerRow) -> Scalar:
         whole = jnp.minimum(self.layout.occupied(length), self.high)

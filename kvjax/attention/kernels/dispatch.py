@@ -88,7 +88,7 @@ def _refusals(kernel: ModuleType, inputs: AttentionInputs, section: Section) -> 
     return {
         "adds no bias to scores": inputs.mask.bias is not None,
         f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
-        "reads no keys that are stored before their rotation": section.table is not None,
+        "reads no keys that are stored before their rotation": section.rotary is not None,
         **kernel.refusals(section, inputs.rows(section)),
     }
 
