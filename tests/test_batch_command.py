@@ -1,4 +1,4 @@
-"""``kvjax batch``: every line once, wherever it was stopped; bad lines; whose results they are."""
+"""``kvjax batch``: interrupted and failed runs, invalid lines, and files of other runs."""
 
 import errno
 import hashlib
@@ -25,19 +25,19 @@ SETTINGS = {"max_new_tokens": 6, "temperature": 0.9, "seed": 3}
 PROMPTS = [b'{"prompt": "one", "id": 1}', b"", b"[", b'{"prompt": "f\xc3\xbcr", "seed": 5}',
            b'{"prompt": "speed", "speed": 2}', b'{"tokens": [3, 4, 5]}',
            b'{"prompt": "a longer one than the others are", "logprobs": 1}']  # fmt: skip
-DONE = [1, 3, 4, 5, 6, 7]
-"""All but the empty one have a result."""
+LINES_WITH_RESULTS = [1, 3, 4, 5, 6, 7]
+"""The lines that have a result: all except the empty one."""
 
 
-class Asked(SimpleNamespace):
-    """What stands for a handle: each is itself."""
+class FakeHandle(SimpleNamespace):
+    """A handle with identity semantics."""
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
 
 
-class Made:
-    """An engine whose answers depend on their requests alone, and come in any order."""
+class FakeEngine:
+    """An engine that finishes requests in random order; a text depends only on its request."""
 
     def __init__(self, seed=0):
         self.order, self.waiting, self.most = random.Random(seed), [], 0
@@ -45,7 +45,7 @@ class Made:
     def submit(self, prompt, *, callback, **settings):
         given = json.dumps([prompt, settings], sort_keys=True)
         text = hashlib.sha256(given.encode()).hexdigest()[:4] + "ü\u2028"
-        handle = Asked(
+        handle = FakeHandle(
             done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
             request=SimpleNamespace(tokens=[0]),
         )  # fmt: skip
@@ -59,8 +59,8 @@ class Made:
         callback(handle)
 
 
-def through(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=lambda _: None):
-    """A run over lines, with a check before it as the command makes it."""
+def run_batch(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=lambda _: None):
+    """Check and run lines, as the command does."""
     settings = SETTINGS if settings is None else settings
     run = BatchRun(
         engine, lm, results, settings, key=json.dumps(settings), chat=False, max_requests=most,
@@ -74,8 +74,8 @@ def through(results, engine, lm=None, lines=PROMPTS, settings=None, most=3, say=
         results.close()
 
 
-def whole(path):
-    """The lines of a file of results, in their order; all of them are whole."""
+def sorted_lines(path):
+    """The results of a file, sorted by line number; the last one must be complete."""
     data = path.read_bytes()
     assert data.endswith(b"\n")
     return sorted(data.split(b"\n")[:-1], key=lambda line: json.loads(line)["line"])
@@ -100,26 +100,26 @@ def run(monkeypatch, capfd):
     return run_command
 
 
-def test_wherever_the_file_is_cut_every_line_is_there_once(tmp_path, monkeypatch):
-    """At each of its bytes, with each kind of line before and behind."""
+def test_results_file_cut_at_any_byte_is_completed(tmp_path, monkeypatch):
+    """The file is cut after each of its bytes."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
     path = tmp_path / "results.jsonl"
-    through(ResultsFile(path), Made())
-    wanted, data = whole(path), path.read_bytes()
-    assert [json.loads(line)["line"] for line in wanted] == DONE
+    run_batch(ResultsFile(path), FakeEngine())
+    expected, data = sorted_lines(path), path.read_bytes()
+    assert [json.loads(line)["line"] for line in expected] == LINES_WITH_RESULTS
     for end in range(len(data) + 1):
         path.write_bytes(data[:end])
-        counts = through(ResultsFile(path), Made(end))
-        assert whole(path) == wanted
+        counts = run_batch(ResultsFile(path), FakeEngine(end))
+        assert sorted_lines(path) == expected
         assert counts.skipped == data[:end].count(b"\n")
-        assert counts.skipped + counts.done + counts.failed == len(DONE)
+        assert counts.skipped + counts.done + counts.failed == len(LINES_WITH_RESULTS)
 
 
-def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
-    """A disk is full after so many bytes, again and again."""
+def test_run_on_a_full_disk_is_completed_later(tmp_path, monkeypatch):
+    """The disk is full repeatedly, after different numbers of bytes."""
     path, write = tmp_path / "results.jsonl", os.write
-    through(ResultsFile(path), Made())
-    wanted = whole(path)
+    run_batch(ResultsFile(path), FakeEngine())
+    expected = sorted_lines(path)
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
     def until(most):
@@ -136,27 +136,27 @@ def test_wherever_writing_fails_every_line_is_there_once(tmp_path, monkeypatch):
             results = ResultsFile(path)
             monkeypatch.setattr(os, "write", until(path.stat().st_size + room + 17 * attempt))
             try:
-                through(results, Made(attempt))
+                run_batch(results, FakeEngine(attempt))
                 break
             except OSError:
                 pass
             finally:
                 monkeypatch.setattr(os, "write", write)
-        assert whole(path) == wanted
+        assert sorted_lines(path) == expected
 
 
-def test_what_a_power_failure_leaves_is_cut_off(tmp_path):
+def test_partial_result_after_a_power_failure_is_cut_off(tmp_path):
     path = tmp_path / "results.jsonl"
-    through(ResultsFile(path), Made())
-    wanted, data = whole(path), path.read_bytes()
+    run_batch(ResultsFile(path), FakeEngine())
+    expected, data = sorted_lines(path), path.read_bytes()
     last = data.rindex(b"\n", 0, -1) + 1
     for tail in (b"\0" * 40, data[last:-9] + b"\0" * 9, data[last:-9] + b"\n", data[last:-1]):
         path.write_bytes(data[:last] + tail)
-        through(ResultsFile(path), Made(5))
-        assert whole(path) == wanted
+        run_batch(ResultsFile(path), FakeEngine(5))
+        assert sorted_lines(path) == expected
 
 
-def test_files_of_something_else_stay_as_they_are(tmp_path):
+def test_other_files_are_rejected_and_unchanged(tmp_path):
     path = tmp_path / "notes.txt"
     good = b'{"line": 1, "input": "00000000000000aa", "id": null, "error": "x"}\n'
     for data, words in (
@@ -177,47 +177,53 @@ def test_files_of_something_else_stay_as_they_are(tmp_path):
         ResultsFile(tmp_path)
 
 
-def test_results_of_other_lines_or_settings_are_named(tmp_path):
+def test_results_of_other_lines_or_settings_are_rejected(tmp_path):
     path, other = tmp_path / "results.jsonl", [*PROMPTS]
-    through(ResultsFile(path), Made())
+    run_batch(ResultsFile(path), FakeEngine())
     data = path.read_bytes()
     other[3] = b'{"prompt": "another", "seed": 5}'
     for lines, settings, number in (
         (other, SETTINGS, 4), ([b"", *PROMPTS], SETTINGS, 1), (PROMPTS[:5], SETTINGS, 7),
         (PROMPTS, SETTINGS | {"seed": 4}, 1), (PROMPTS, SETTINGS | {"top_k": 2}, 1),
     ):  # fmt: skip
-        engine = Made()
+        engine = FakeEngine()
         with pytest.raises(
             ValueError, match=f"of other settings, first at line {number}: give another"
         ):
-            through(ResultsFile(path), engine, lines=lines, settings=settings)
+            run_batch(ResultsFile(path), engine, lines=lines, settings=settings)
         assert path.read_bytes() == data and not engine.most
-    # White space around a line, and lines behind, are nothing else.
-    counts = through(ResultsFile(path), Made(), lines=[b" " + each + b"\r\n" for each in PROMPTS])
-    assert counts.skipped == len(DONE) and path.read_bytes() == data
-    assert through(ResultsFile(path), Made(), lines=[*PROMPTS, b'{"tokens": [1]}']).done == 1
+    # Whitespace around lines, and additional lines, are allowed.
+    counts = run_batch(
+        ResultsFile(path), FakeEngine(), lines=[b" " + each + b"\r\n" for each in PROMPTS]
+    )
+    assert counts.skipped == len(LINES_WITH_RESULTS) and path.read_bytes() == data
+    assert (
+        run_batch(ResultsFile(path), FakeEngine(), lines=[*PROMPTS, b'{"tokens": [1]}']).done == 1
+    )
 
 
-def test_two_at_once_are_refused(tmp_path):
+def test_two_processes_with_one_results_file(tmp_path):
     path = tmp_path / "results.jsonl"
     first = ResultsFile(path)
     with pytest.raises(ValueError, match="another process is writing its results there"):
         ResultsFile(path)
-    through(first, Made())
+    run_batch(first, FakeEngine())
     again = ResultsFile(path, retry_errors=True)
-    again.prepare()  # another file now stands there, which is locked too
+    again.prepare()  # replaces the file by a new one, which is locked too
     with pytest.raises(ValueError, match="another process is writing its results there"):
         ResultsFile(path)
     again.close()
     assert len(ResultsFile(path)) == 4
 
 
-def test_bad_lines_are_tried_again_when_that_is_asked_for(tmp_path, monkeypatch):
+def test_retry_errors(tmp_path, monkeypatch):
     path, mended = tmp_path / "results.jsonl", [*PROMPTS]
-    through(ResultsFile(path), Made())
+    run_batch(ResultsFile(path), FakeEngine())
     before = path.read_bytes()
-    assert through(ResultsFile(path, retry_errors=True), Made()).failed == 2
-    assert whole(path) == sorted(before.split(b"\n")[:-1], key=lambda x: json.loads(x)["line"])
+    assert run_batch(ResultsFile(path, retry_errors=True), FakeEngine()).failed == 2
+    assert sorted_lines(path) == sorted(
+        before.split(b"\n")[:-1], key=lambda x: json.loads(x)["line"]
+    )
     mended[2] = b'{"prompt": "mended"}'
 
     def killed(*_):
@@ -227,20 +233,20 @@ def test_bad_lines_are_tried_again_when_that_is_asked_for(tmp_path, monkeypatch)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", killed)
         with pytest.raises(KeyboardInterrupt):
-            through(ResultsFile(path, retry_errors=True), Made(), lines=mended)
+            run_batch(ResultsFile(path, retry_errors=True), FakeEngine(), lines=mended)
     assert path.read_bytes() == before
-    counts = through(ResultsFile(path, retry_errors=True), Made(), lines=mended)
+    counts = run_batch(ResultsFile(path, retry_errors=True), FakeEngine(), lines=mended)
     assert (counts.skipped, counts.done, counts.failed) == (4, 1, 1)
-    assert [json.loads(line)["line"] for line in whole(path)] == DONE
+    assert [json.loads(line)["line"] for line in sorted_lines(path)] == LINES_WITH_RESULTS
     assert list(tmp_path.iterdir()) == [path]
-    # Who is killed in between has lost the errors alone.
+    # A process that is killed during the replacement loses only the errors.
     path.write_bytes(b"".join(x + b"\n" for x in before.split(b"\n")[:-1] if b'"error"' not in x))
-    assert through(ResultsFile(path), Made()).failed == 2
+    assert run_batch(ResultsFile(path), FakeEngine()).failed == 2
 
 
-def test_of_many_lines_a_few_are_held(tmp_path):
-    """An engine has so many requests, and lines are not read before it has room."""
-    engine, ahead = Made(), []
+def test_lines_are_read_only_as_needed(tmp_path):
+    """The engine has at most ``max_requests``, and lines are read when it has room."""
+    engine, ahead = FakeEngine(), []
 
     def lines():
         for number in range(300):
@@ -258,17 +264,19 @@ def test_of_many_lines_a_few_are_held(tmp_path):
     results.close()
 
 
-def test_of_many_bad_lines_a_few_are_told(tmp_path):
-    told = []
+def test_only_the_first_errors_are_printed(tmp_path):
+    printed_lines = []
     lines = [b"[1]"] * 40
-    counts = through(ResultsFile(tmp_path / "results.jsonl"), Made(), lines=lines, say=told.append)
-    assert counts.failed == 40 and len(told) == MAX_REPORTED + 1
-    assert told[0] == "kvjax: line 1: not a JSON object"
-    assert told[-1] == "kvjax: more lines have errors; see their results"
+    counts = run_batch(
+        ResultsFile(tmp_path / "results.jsonl"), FakeEngine(), lines=lines, say=printed_lines.append
+    )
+    assert counts.failed == 40 and len(printed_lines) == MAX_REPORTED + 1
+    assert printed_lines[0] == "kvjax: line 1: not a JSON object"
+    assert printed_lines[-1] == "kvjax: more lines have errors; see their results"
 
 
-def test_a_result_that_is_not_finite_is_an_error(tmp_path):
-    engine, path = Made(), tmp_path / "results.jsonl"
+def test_error_of_a_handle_is_the_result(tmp_path):
+    engine, path = FakeEngine(), tmp_path / "results.jsonl"
     submit = engine.submit
 
     def failing(prompt, **more):
@@ -277,11 +285,11 @@ def test_a_result_that_is_not_finite_is_an_error(tmp_path):
         return handle
 
     engine.submit = failing
-    assert through(ResultsFile(path), engine, lines=PROMPTS[:1]).failed == 1
+    assert run_batch(ResultsFile(path), engine, lines=PROMPTS[:1]).failed == 1
     assert json.loads(path.read_bytes())["error"] == "the logits are not finite"
 
 
-def test_an_interrupt_says_how_to_go_on(monkeypatch, capfd):
+def test_message_on_interrupt(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
     for code, words in ((interrupts.INTERRUPTED, "go on so\n"), (2, "")):
         with pytest.raises(SystemExit), interrupts.message_on_interrupt(lambda: "go on so"):
@@ -292,7 +300,7 @@ def test_an_interrupt_says_how_to_go_on(monkeypatch, capfd):
     assert capfd.readouterr().err == ""
 
 
-LINES = [
+VALID_LINES = [
     {"id": "text", "prompt": "Once"},
     {"id": 7, "tokens": [65, 66, 67], "temperature": 0, "logprobs": 2},
     {"messages": [{"role": "user", "content": "hi"}], "max_new_tokens": 3, "priority": -1},
@@ -301,7 +309,7 @@ LINES = [
      "typical_p": 0.9, "frequency_penalty": 1, "presence_penalty": 0.5, "no_repeat_ngram_size": 3},
     {"prompt": "Once", "max_new_tokens": 9},
 ]  # fmt: skip
-BAD = {
+INVALID_LINES = {
     "": None,
     '{"prompt": "a"': "not JSON, at character 15: Expecting ',' delimiter",
     "[1, 2]": "not a JSON object",
@@ -336,33 +344,33 @@ BAD = {
     '{"prompt": "a", "seed": -1}': "seed must be an integer from 0",
     '{"prompt": "a", "priority": 0.5}': "priority is 0.5",
 }
-"""Lines and what is said of them."""
+"""Invalid lines and their errors; None for a line that is skipped."""
 
 
 @pytest.fixture
 def common(tiny_llama_dir):
-    """Options of a small engine."""
+    """The options of a small engine."""
     return ("--model", tiny_llama_dir, "--dtype", "float32", "--max-seq-len", 128,
             "--max-batch-size", 2, "--prefill-chunk", 16, "--max-new-tokens", 5,
             "--temperature", 0.9, "--seed", 100)  # fmt: skip
 
 
-def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
-    """Whatever the order, and what runs beside; bad ones are told of, and the exit code is 3."""
+def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
+    """In any order and company; errors are printed, and the exit code is 3."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
-    lines = [json.dumps(each, ensure_ascii=False) for each in LINES]
-    prompts.write_text("\n".join([*lines, *BAD]), encoding="utf-8")
+    lines = [json.dumps(each, ensure_ascii=False) for each in VALID_LINES]
+    prompts.write_text("\n".join([*lines, *INVALID_LINES]), encoding="utf-8")
     code, printed, err = run(prompts, "--out", out, *common)
     assert (code, printed) == (3, "")
-    bad = [words for words in BAD.values() if words is not None]
-    *told, more, last = err.splitlines()
-    assert len(told) == MAX_REPORTED and more.endswith("see their results")
-    assert last.startswith(f"{len(LINES)} lines done · {len(bad)} failed, see {out} · ")
-    results = [json.loads(line) for line in whole(out)]
-    assert [each["line"] for each in results[: len(LINES)]] == [1, 2, 3, 4, 5]
-    errors = {each["line"]: each for each in results[len(LINES) :]}
+    bad = [words for words in INVALID_LINES.values() if words is not None]
+    *printed_lines, more, last = err.splitlines()
+    assert len(printed_lines) == MAX_REPORTED and more.endswith("see their results")
+    assert last.startswith(f"{len(VALID_LINES)} lines done · {len(bad)} failed, see {out} · ")
+    results = [json.loads(line) for line in sorted_lines(out)]
+    assert [each["line"] for each in results[: len(VALID_LINES)]] == [1, 2, 3, 4, 5]
+    errors = {each["line"]: each for each in results[len(VALID_LINES) :]}
     assert [each["id"] for each in errors.values()].count("s") == 1
-    for number, (_, words) in enumerate(BAD.items(), len(LINES) + 1):
+    for number, (_, words) in enumerate(INVALID_LINES.items(), len(VALID_LINES) + 1):
         if words is None:
             assert number not in errors
         else:
@@ -370,7 +378,7 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     assert not errors
     limits = InferenceLimits(max_batch_size=2, max_seq_len=128)
     engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16)
-    for number, (line, found) in enumerate(zip(LINES, results, strict=False), 1):
+    for number, (line, found) in enumerate(zip(VALID_LINES, results, strict=False), 1):
         settings = {
             k: v for k, v in line.items() if k not in ("id", "prompt", "tokens", "messages")
         }
@@ -388,12 +396,12 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
         scores = alone.logprobs and [each.logprob for each in alone.logprobs]
         assert [each["logprob"] for each in found.get("logprobs", [])] == (scores or [])
     assert len(results[1]["logprobs"][0]["likeliest"]) == 2
-    # Stopped behind its second line, in the middle of the third, with other rows and from a pipe.
+    # Interrupted in the third result, and continued with more rows; then run from a pipe.
     data = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
     more = "--max-batch-size", 3, "--json", "--lookup"
     code, printed, _ = run(prompts, "--out", out, *common, *more)
-    assert code == 3 and whole(out) == sorted(
+    assert code == 3 and sorted_lines(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
     figures = json.loads(printed)
@@ -405,12 +413,12 @@ def test_lines_are_answered_as_each_alone(run, common, tiny_llama, tmp_path):
     assert out.read_bytes() == before
     out.unlink()
     assert run("-", "--out", out, *common, stdin=prompts.read_bytes())[0] == 3
-    assert whole(out) == sorted(
+    assert sorted_lines(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
 
 
-def test_a_rerun_says_what_was_bad_before(run, common, tmp_path):
+def test_rerun_reports_earlier_errors(run, common, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     lines = ['{"prompt": "a"}', '{"prompt": "b", "temprature": 1}', "no JSON", '{"tokens": [1]}']
     prompts.write_text("\n".join(lines))
@@ -426,8 +434,8 @@ def test_a_rerun_says_what_was_bad_before(run, common, tmp_path):
     assert (figures["there"], figures["bad_there"], figures["bad"]) == (4, 2, 0)
 
 
-def test_ids_are_of_one_line_each(run, common, tmp_path):
-    """In a file before anything is done; from a pipe the second one is bad."""
+def test_duplicate_ids(run, common, tmp_path):
+    """A file is checked before the first line runs; from a pipe, the second line is an error."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"id": "a", "prompt": "x"}\nno JSON\n{"prompt": "y", "id": "a"}\n')
     code, _, err = run(prompts, "--out", out, *common)
@@ -437,10 +445,10 @@ def test_ids_are_of_one_line_each(run, common, tmp_path):
     code, _, err = run("-", "--out", out, *common, stdin=prompts.read_bytes())
     assert code == 3 and "line 1 has the same id 'a'" in err
     assert "unknown field 'xyzzy': use id, prompt, tokens" in err
-    assert [json.loads(line)["line"] for line in whole(out)] == [1, 2, 3, 4]
+    assert [json.loads(line)["line"] for line in sorted_lines(out)] == [1, 2, 3, 4]
 
 
-def test_what_can_not_be_is_one_line(run, common, tmp_path):
+def test_invalid_arguments_are_one_line(run, common, tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     prompts.write_text('{"prompt": "a"}\n')
     for arguments, words in (
@@ -464,7 +472,7 @@ def test_what_can_not_be_is_one_line(run, common, tmp_path):
 
 
 def command(prompts, out):
-    """A real process, by the embedded model; interrupts reach it, whoever started the tests."""
+    """A process with the embedded model that receives interrupts."""
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvjax.cli import main; main()"
@@ -475,15 +483,15 @@ def command(prompts, out):
 
 
 @pytest.mark.rare
-def test_killed_ten_times_no_line_is_lost_or_doubled(tmp_path):
-    """At random moments: while it loads, between results and in the middle of them."""
+def test_killed_runs_lose_and_repeat_no_line(tmp_path):
+    """Killed at random times: during loading, between results, and while writing one."""
     prompts, out, once = (tmp_path / name for name in ("prompts.jsonl", "out.jsonl", "once.jsonl"))
     lines = [{"prompt": f"The module number {n}", "id": n, "logprobs": 20} for n in range(120)]
     text = "".join(json.dumps(each) + "\n" for each in lines) + '{"prompt": 3}\n'
     prompts.write_text(text)
     subprocess.run(command(prompts, once), check=True, capture_output=True)
-    wanted = whole(once)
-    assert len(wanted) == 121
+    expected = sorted_lines(once)
+    assert len(expected) == 121
     size, moments = once.stat().st_size, random.Random()
 
     def written():
@@ -496,19 +504,19 @@ def test_killed_ten_times_no_line_is_lost_or_doubled(tmp_path):
             while running.poll() is None and written() < enough:
                 time.sleep(0.001)
             time.sleep(0.05 * moments.random())
-        else:  # while it loads, or a little later
+        else:  # during loading, or a little later
             time.sleep(2 * moments.random())
         running.kill()
-        assert running.wait() == -signal.SIGKILL, "it came to its end first"
+        assert running.wait() == -signal.SIGKILL, "it finished before it was killed"
         data = out.read_bytes() if out.exists() else b""
         found = [json.loads(line)["line"] for line in data.split(b"\n")[:-1]]
         assert len(set(found)) == len(found)
     ended = subprocess.run(command(prompts, out), check=True, capture_output=True, text=True)
-    assert whole(out) == wanted and "skipped" in ended.stderr
+    assert sorted_lines(out) == expected and "skipped" in ended.stderr
 
 
 @pytest.mark.rare
-def test_an_interrupt_is_a_clean_end(tmp_path):
+def test_interrupt_leaves_whole_lines(tmp_path):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     prompts.write_text('{"prompt": "The module"}\n' * 2000)
     running = subprocess.Popen(command(prompts, out), stderr=subprocess.PIPE, text=True)
@@ -518,10 +526,10 @@ def test_an_interrupt_is_a_clean_end(tmp_path):
     _, err = running.communicate()
     assert running.returncode == 130
     assert err.startswith("kvjax: stopped with ") and err.endswith("the same command continues\n")
-    assert len(whole(out)) == int(err.split()[3].replace(",", ""))
+    assert len(sorted_lines(out)) == int(err.split()[3].replace(",", ""))
 
 
-def test_a_key_tells_lines_and_settings():
+def test_input_key():
     keys = {input_key(line, settings) for line in (b"a", b"b") for settings in ("", "a", "b")}
     assert len(keys) == 6 and all(len(key) == 16 for key in keys)
     assert json.dumps({"line": 1}).encode().startswith(batch_files.RESULT_START)

@@ -1,4 +1,4 @@
-"""``kvjax chat``: from a pipe, and on a terminal, where an interrupt ends an answer."""
+"""``kvjax chat``: from a pipe and on a terminal."""
 
 import functools
 import json
@@ -20,8 +20,8 @@ OPTIONS = ("--max-len", "256", "--max-new-tokens", "8")
 
 
 @pytest.fixture
-def talk(monkeypatch, capfd, tiny_llama_dir):
-    """Lines through the command in this process: exit code, standard output, standard error."""
+def run_chat(monkeypatch, capfd, tiny_llama_dir):
+    """Run the command on lines: exit code, standard output, standard error."""
 
     def run(*lines: str, options=OPTIONS, raw: bytes | None = None):
         read, write = os.pipe()
@@ -39,34 +39,35 @@ def talk(monkeypatch, capfd, tiny_llama_dir):
     return run
 
 
-def test_every_command(talk, tiny_llama, tmp_path):
-    """As the calls of Python do it; what is wrong is one sentence, and the chat goes on."""
+def test_every_command(run_chat, tiny_llama, tmp_path):
+    """Each command does the same as the method of ``Chat``."""
     chat = kvjax.Chat(tiny_llama, system="sys", **SHARED)
 
-    def said(answer):
+    def answer_of(answer):
         list(answer)
         return chat.turns[-1].answer + "\n"
 
-    wanted = said(chat.send("ab")) + said(chat.send("/c")) + said(chat.edit(0, "d  e"))
-    wanted += said(chat.edit(0, "fg")) + said(chat.retry()) + "none\n"
+    expected = answer_of(chat.send("ab")) + answer_of(chat.send("/c"))
+    expected += answer_of(chat.edit(0, "d  e"))
+    expected += answer_of(chat.edit(0, "fg")) + answer_of(chat.retry()) + "none\n"
     chat.system = "none"
-    wanted += said(chat.send("h")) + "none\n"
+    expected += answer_of(chat.send("h")) + "none\n"
     chat.undo()
     lines = ["ab", "//c", "/edit 1 d  e", "/edit fg", "/retry", "/system none", "", "h"]
     lines += ["/system", "/undo", f"/save {tmp_path / 'x'}", "/show", f"/load {tmp_path / 'x'}"]
-    options = ("--system", "sys", "--draft-layers", 1, *OPTIONS)  # which /load has again
-    code, out, err = talk(*lines, "/system -", "/exit", "ignored", options=options)
+    options = ("--system", "sys", "--draft-layers", 1, *OPTIONS)  # /load keeps the draft
+    code, out, err = run_chat(*lines, "/system -", "/exit", "ignored", options=options)
     shown = f"system: none\n1 > fg\n{chat.turns[0].answer}\n(no system prompt)\n"
-    assert (code, out) == (0, wanted + shown)
+    assert (code, out) == (0, expected + shown)
     for words in ("(removed: h)", "(saved in ", "(1 turn from "):
         assert words in err
-    code, out, err = talk("/help", "/stats", "/show", "/system")
+    code, out, err = run_chat("/help", "/stats", "/show", "/system")
     assert code == 0 and out.count("\n") == 11 + 12 + 2 and not err
     assert all(f"/{name}" in out for name in ("edit [N] TEXT", "save FOLDER", "exit"))
     assert "prefilled        0" in out and "room             256" in out
 
 
-def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
+def test_errors_do_not_end_the_chat(run_chat, tiny_llama, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("")
     wrong = {
@@ -80,7 +81,7 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
         "/exit now": "/exit takes no argument",
         "a" * 300: "and has room for 256",
     }
-    code, out, err = talk(*wrong, "ab", "/edit 1", "/edit 3 x")
+    code, out, err = run_chat(*wrong, "ab", "/edit 1", "/edit 3 x")
     lines = err.splitlines()
     assert code == 2 and len(lines) == len(wrong) + 3
     for line, words in zip(
@@ -90,7 +91,7 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
     chat = kvjax.Chat(tiny_llama, **SHARED)
     list(chat.send("ab"))
     assert out == chat.turns[0].answer + "\n"
-    code, out, err = talk(raw=b"a\xffb\nab\n")
+    code, out, err = run_chat(raw=b"a\xffb\nab\n")
     assert code == 2 and "is not UTF-8" in err
     for options, words in (
         (("--temperature", -1), "temperature must be"),
@@ -99,27 +100,27 @@ def test_what_is_wrong_is_said_and_the_chat_goes_on(talk, tiny_llama, tmp_path):
         (("--template", tmp_path / "none"), "No such file"),
         (("--on-full", "grow"), "on_full is 'grow'"),
     ):
-        code, out, err = talk("ab", options=options)
+        code, out, err = run_chat("ab", options=options)
         assert code == 2 and out == "" and words in err and err.count("\n") == 1
 
 
-def test_templates_and_full_chats(talk, tiny_llama, tmp_path):
+def test_templates_and_full_chats(run_chat, tiny_llama, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     drop = {"on_full": "drop", "template": template.read_text()}
     chat = kvjax.Chat(tiny_llama, **SHARED, **drop)
     texts = [letter * 60 for letter in "abcdef"]
-    wanted = ""
+    expected = ""
     for text in texts:
         list(chat.send(text))
-        wanted += chat.turns[-1].answer + "\n"
+        expected += chat.turns[-1].answer + "\n"
     options = ("--template", template, "--on-full", "drop", *OPTIONS)
-    code, out, _ = talk(*texts, "/show", options=options)
-    assert code == 0 and out.startswith(wanted) and chat.stats.dropped > 1
+    code, out, _ = run_chat(*texts, "/show", options=options)
+    assert code == 0 and out.startswith(expected) and chat.stats.dropped > 1
     assert f"{chat.stats.dropped} (dropped) > " in out and f"\n{chat.stats.dropped + 1} > " in out
-    code, out, err = talk("ab", options=("--template", "plain", *OPTIONS))
+    code, out, err = run_chat("ab", options=("--template", "plain", *OPTIONS))
     assert code == 0 and "the model has no chat template" in err
-    # What it says stands right behind what it is told, as kvjax.generate has it.
+    # Without a template, the answer is what kvjax.generate returns.
     alone = kvjax.generate(tiny_llama, ["ab"], max_new_tokens=8, max_len=256)
     assert out == alone.text[0] + "\n"
 
@@ -128,8 +129,8 @@ def _fail(error: Exception) -> None:
     raise error
 
 
-def test_an_interrupt_at_the_prompt_says_how_to_leave(tiny_llama, monkeypatch, capfd):
-    """And whatever else comes up, the chat is still there; the end of the input ends it."""
+def test_interrupts_and_bugs_do_not_end_the_chat(tiny_llama, monkeypatch, capfd):
+    """Only the end of the input does."""
     chat = kvjax.Chat(tiny_llama, **SHARED)
     typed = iter([KeyboardInterrupt(), "ab", RuntimeError("odd"), "/show", EOFError()])
 
@@ -153,8 +154,8 @@ def test_an_interrupt_at_the_prompt_says_how_to_leave(tiny_llama, monkeypatch, c
 
 @pytest.mark.rare
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
-    """In another process a chat goes on bit for bit; an interrupt ends an answer, and no chat."""
+def test_chat_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
+    """A loaded chat continues exactly; an interrupt stops the answer, not the chat."""
     import pty  # not on every system
 
     shared = {"prefill_chunk": 16, "eos_token_ids": []}
@@ -168,7 +169,7 @@ def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     kvjax.Chat(tiny_llama, cache=endless, **shared).save(tmp_path / "endless")
 
     ours, theirs = pty.openpty()
-    # Whatever started the tests may have had interrupts ignored, which is inherited.
+    # The process that started the tests may ignore interrupts, which is inherited.
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvjax.cli import main; main()"
@@ -231,7 +232,7 @@ def test_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     stopped = kvjax.Chat.load(tiny_llama, tmp_path / "three")
     (turn,) = stopped.turns
     assert (turn.user, turn.reason) == ("go", "stopped") and len(turn.tokens) >= 60
-    said = json.loads((tmp_path / "three" / "chat.json").read_text())["turns"][0]["answer"]
-    assert said == turn.answer == "z" * len(turn.tokens)
+    saved = json.loads((tmp_path / "three" / "chat.json").read_text())["turns"][0]["answer"]
+    assert saved == turn.answer == "z" * len(turn.tokens)
     stopped.settings["max_new_tokens"] = 4
     assert list(stopped.send("and")) and stopped.stats.reread == 0

@@ -1,4 +1,4 @@
-"""The command line: what it prints where, and one line and exit code 2 for what a user can mend."""
+"""The command line: output, standard error, and one line and exit code 2 for a user's error."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ STATS = {
 
 @pytest.fixture
 def run(monkeypatch, capfd):
-    """Run a command in this process: exit code, standard output, standard error."""
+    """Run a command in this process; returns the exit code, standard output and standard error."""
 
     def run_command(*arguments, stdin=None):
         monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
@@ -61,7 +61,7 @@ def run(monkeypatch, capfd):
     return run_command
 
 
-def assert_refused(outcome, *words):
+def assert_one_line_error(outcome, *words):
     code, out, err = outcome
     assert code == 2
     assert out == ""
@@ -69,7 +69,7 @@ def assert_refused(outcome, *words):
     assert all(word in err for word in words), err
 
 
-def test_text_streams_and_figures_follow(run, tiny_llama_dir, tiny_llama):
+def test_text_and_statistics(run, tiny_llama_dir, tiny_llama):
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 12)
     expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=12)
     assert code == 0
@@ -78,8 +78,8 @@ def test_text_streams_and_figures_follow(run, tiny_llama_dir, tiny_llama):
 
 
 @pytest.mark.rare
-def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
-    """As if it had never been put away, though its cache must grow; and what is refused."""
+def test_save_and_load_cache(run, tiny_llama_dir, tmp_path):
+    """The text continues as if it had never been saved, although the cache must grow."""
     model, folder = ("--model", tiny_llama_dir, "--kv-bits", 8), tmp_path / "text"
     code, first, _ = run("generate", "Once", *model, "--max-new-tokens", 40, "--save-cache", folder)
     assert code == 0
@@ -96,11 +96,11 @@ def test_a_text_goes_on_from_a_folder(run, tiny_llama_dir, tmp_path):
         (("--cache", "dynamic"), "omit --cache"), (("--no-cache",), "--no-cache leaves no cache"),
         (("--chat",), "--chat starts a conversation"), (("--max-len", 50), "max_len is 50, but"),
     ):  # fmt: skip
-        assert_refused(run(*go_on, *words), message)
+        assert_one_line_error(run(*go_on, *words), message)
     elsewhere = ("generate", "", *model[:2], "--load-cache", tmp_path)
-    assert_refused(run(*elsewhere), "has no saved data")
+    assert_one_line_error(run(*elsewhere), "has no saved data")
     embedded = ("generate", "", "--load-cache", folder)
-    assert_refused(run(*embedded), "works only with the model")
+    assert_one_line_error(run(*embedded), "works only with the model")
 
 
 def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
@@ -110,8 +110,8 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     arguments += ("--no-repeat-ngram-size", 3)
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, "--json", *arguments)
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert set(found) == {"text", "tokens", "stats"} and set(found["stats"]) == STATS
+    result = json.loads(out)
+    assert set(result) == {"text", "tokens", "stats"} and set(result["stats"]) == STATS
     expected = kvjax.generate(
         tiny_llama,
         ["Once"],
@@ -128,19 +128,19 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
         no_repeat_ngram_size=3,
         max_len=64,
     )
-    assert found["text"] == expected.text[0] and found["tokens"] == expected.tokens[0]
-    assert found["stats"]["prompt_tokens"] == 4 and found["stats"]["new_tokens"] == 7
-    assert found["stats"]["cache_bytes"] == expected.stats.cache_bytes
-    assert found["stats"]["stop_reasons"] == ["length"]
-    assert set(found["stats"]["cache_bytes"]) == {"device"}
+    assert result["text"] == expected.text[0] and result["tokens"] == expected.tokens[0]
+    assert result["stats"]["prompt_tokens"] == 4 and result["stats"]["new_tokens"] == 7
+    assert result["stats"]["cache_bytes"] == expected.stats.cache_bytes
+    assert result["stats"]["stop_reasons"] == ["length"]
+    assert set(result["stats"]["cache_bytes"]) == {"device"}
 
 
-def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
+def test_grammars(run, tiny_llama_dir, tmp_path):
     model = ("generate", "a", "--model", tiny_llama_dir, "--max-new-tokens", 30)
     schema, lark = tmp_path / "schema.json", tmp_path / "form.lark"
     schema.write_text('{"enum": [17, "é"]}', encoding="utf-8")
     lark.write_text('start: "q" /[0-9]/', encoding="utf-8")
-    for words, wanted in (
+    for words, expected_texts in (
         (("--json-schema", schema), {"17", '"é"'}),
         (("--json-schema", '{"const": [1, null]}', "--json"), {"[1,null]"}),
         (("--regex", "yes|no"), {"yes", "no"}),
@@ -148,7 +148,8 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         (("--grammar", lark), {f"q{digit}" for digit in range(10)}),
     ):
         code, out, _ = run(*model, *words)
-        assert code == 0 and (json.loads(out)["text"] if "--json" in words else out[:-1]) in wanted
+        text = json.loads(out)["text"] if "--json" in words else out[:-1]
+        assert code == 0 and text in expected_texts
     for words, message in (
         (("--regex", "a", "--choice", "b"), "--regex and --choice exclude each other"),
         (("--regex", "("), "the regex can't be used"),
@@ -158,7 +159,7 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
         (("--choice", ""), "choices must be one or more texts"),
         (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
     ):  # fmt: skip
-        assert_refused(run(*model, *words), message)
+        assert_one_line_error(run(*model, *words), message)
     lark.write_text('start: s\ns: "a" s | s "b" s')
     for words in (), ("--n", 2, "--temperature", 1):
         code, _, err = run(*model, "--grammar", lark, *words)
@@ -167,38 +168,38 @@ def test_a_text_keeps_to_a_form(run, tiny_llama_dir, tmp_path):
 
 @pytest.mark.slow
 def test_several_texts(run, tiny_llama_dir, tiny_llama):
-    """Of a search, and the best of those that are drawn."""
+    """A beam search, and the best of several samples."""
     common = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--n", 2)
     code, out, _ = run(*common, "--num-beams", 3, "--length-penalty", 0.5)
     settings = {"max_new_tokens": 5, "n": 2, "num_beams": 3, "length_penalty": 0.5}
-    found = kvjax.generate(tiny_llama, ["Once"], **settings)
-    parts = [f"--- {n + 1} ({found.sequence_scores[n]:.4f})\n{found.text[n]}" for n in range(2)]
+    result = kvjax.generate(tiny_llama, ["Once"], **settings)
+    parts = [f"--- {n + 1} ({result.sequence_scores[n]:.4f})\n{result.text[n]}" for n in range(2)]
     assert code == 0 and out == "\n".join(parts) + "\n"
     drawn = ("--temperature", 0.9, "--best-of", 3, "--json")
     best = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, n=2, best_of=3, temperature=0.9)
-    told = json.loads(run(*common, *drawn)[1])
-    each = [told, *told["others"]]
+    report = json.loads(run(*common, *drawn)[1])
+    each = [report, *report["others"]]
     assert [x["tokens"] for x in each] == best.tokens and [x["text"] for x in each] == best.text
     assert [x["sequence_score"] for x in each] == best.sequence_scores
 
 
-def test_log_probabilities_and_biases(run, tiny_llama_dir, tiny_llama):
+def test_logprobs_and_logit_bias(run, tiny_llama_dir, tiny_llama):
     arguments = ("--max-new-tokens", 3, "--logprobs", 2, "--logit-bias", "70=1000", "--json")
     code, out, err = run("generate", "Once", "--model", tiny_llama_dir, *arguments)
     assert (code, err) == (0, "")
-    found = json.loads(out)
+    result = json.loads(out)
     settings = {"max_new_tokens": 3, "logprobs": 2, "logit_bias": {70: 1000}}
     expected = kvjax.generate(tiny_llama, ["Once"], **settings).logprobs
-    assert found["tokens"] == [70] * 3 and expected is not None
-    assert found["logprobs"] == [
+    assert result["tokens"] == [70] * 3 and expected is not None
+    assert result["logprobs"] == [
         {"logprob": score.logprob, "likeliest": [list(pair) for pair in score.likeliest]}
         for score in expected[0]
     ]
 
 
 @pytest.mark.rare
-def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_llama):
-    """One line of warning, and a field of the figures."""
+def test_warning_beyond_the_trained_length(run, tiny_llama_dir, tiny_llama):
+    """One line of warning, and a field of the statistics."""
     context = tiny_llama.config.context
     warning = "kvjax: warning: the text is 3 tokens longer than the model was trained for"
     for more in ((), ("--json",)):
@@ -216,57 +217,57 @@ def test_a_text_beyond_what_the_model_was_trained_for(run, tiny_llama_dir, tiny_
     assert run(*shape, 8192)[2] == ""
 
 
-def test_a_home_behind_an_equals_sign(run, tmp_path, monkeypatch):
-    """Shells leave ``~`` in ``--config=~/config.json`` as it is, and every path is one of those."""
+def test_home_folder_after_an_equals_sign(run, tmp_path, monkeypatch):
+    """Shells do not expand ``~`` in ``--config=~/config.json``; every path option does."""
     for name in ("HOME", "USERPROFILE"):
         monkeypatch.setenv(name, str(tmp_path))
     small = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 8, "vocab_size": 9}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mine", **small}))
     assert run("plan", "--config=~/config.json", "--max-len=8", "--estimate", "--json")[0] == 0
     assert GrammarOptions(json_schema="~/config.json").read()[1].startswith("{")
-    assert_refused(run("plan", "--config=~no-such-user/config.json"), "~no-such-user")
-    assert_refused(run("info", "--model=~no-such-user/model"), "~no-such-user")
-    assert_refused(run("generate", "--file=~/none"), str(tmp_path / "none"))
-    assert_refused(run("batch", "~/none", "--out=~/results"), str(tmp_path / "none"))
+    assert_one_line_error(run("plan", "--config=~no-such-user/config.json"), "~no-such-user")
+    assert_one_line_error(run("info", "--model=~no-such-user/model"), "~no-such-user")
+    assert_one_line_error(run("generate", "--file=~/none"), str(tmp_path / "none"))
+    assert_one_line_error(run("batch", "~/none", "--out=~/results"), str(tmp_path / "none"))
 
 
-def test_prompt_from_option_file_and_standard_input(run, tiny_llama_dir, tmp_path):
+def test_sources_of_the_prompt(run, tiny_llama_dir, tmp_path):
     (tmp_path / "prompt.txt").write_text("Wörter\n", encoding="utf-8")
     common = ("--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
-    found = [
+    result = [
         run("generate", "--prompt", "Wörter", *common),
         run("generate", "--file", tmp_path / "prompt.txt", *common),
         run("generate", "-", *common, stdin="Wörter\n".encode()),
         run("generate", *common, stdin="Wörter\n".encode()),
     ]
-    tokens = [json.loads(out)["tokens"] for _, out, _ in found]
+    tokens = [json.loads(out)["tokens"] for _, out, _ in result]
     assert tokens == [tokens[0]] * 4
-    assert all(json.loads(out)["stats"]["prompt_tokens"] == 7 for _, out, _ in found)
+    assert all(json.loads(out)["stats"]["prompt_tokens"] == 7 for _, out, _ in result)
 
 
-def test_without_a_cache_the_text_is_the_same(run, tiny_llama_dir):
+def test_no_cache(run, tiny_llama_dir):
     common = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 6, "--json")
     cached, uncached = (json.loads(run(*common, *more)[1]) for more in ((), ("--no-cache",)))
     assert cached["tokens"] == uncached["tokens"]
     assert uncached["stats"]["cache_bytes"] == {}
 
 
-def test_chat_goes_through_the_template(run, tiny_llama_dir, tiny_llama):
+def test_chat_template(run, tiny_llama_dir, tiny_llama):
     common = ("--model", tiny_llama_dir, "--max-new-tokens", 4, "--json")
-    found = json.loads(run("generate", "hi", "--chat", *common)[1])
+    result = json.loads(run("generate", "hi", "--chat", *common)[1])
     ids = tiny_llama.chat([{"role": "user", "content": "hi"}])
-    assert found["stats"]["prompt_tokens"] == len(ids)
-    assert found["tokens"] == kvjax.generate(tiny_llama, [ids], max_new_tokens=4).tokens[0]
+    assert result["stats"]["prompt_tokens"] == len(ids)
+    assert result["tokens"] == kvjax.generate(tiny_llama, [ids], max_new_tokens=4).tokens[0]
 
 
-def test_stop_string_ends_the_text(run, tiny_llama_dir, tiny_llama):
+def test_stop_string(run, tiny_llama_dir, tiny_llama):
     whole = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=12).text[0]
     stop = whole[5:7]
     common = ("--model", tiny_llama_dir, "--max-new-tokens", 12, "--stop", stop)
     assert run("generate", "Once", *common)[1] == whole[: whole.index(stop)] + "\n"
 
 
-def test_dtype_is_honoured(run, tiny_llama_dir):
+def test_dtype(run, tiny_llama_dir):
     common = ("--model", tiny_llama_dir, "--max-new-tokens", 3, "--json")
     wide, narrow = (
         json.loads(run("generate", "Once", "--dtype", dtype, *common)[1])["stats"]["cache_bytes"]
@@ -276,18 +277,18 @@ def test_dtype_is_honoured(run, tiny_llama_dir):
 
 
 @pytest.mark.rare
-def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
-    """The figures say which layers moved."""
+def test_automatic_cache(run, tiny_llama_dir):
+    """The statistics list the moved layers."""
     common = ("generate", "x" * 200, "--model", tiny_llama_dir, "--max-new-tokens", 70)
     whole = json.loads(run(*common, "--cache", "dynamic", "--json")[1])["stats"]
     assert whole["moves"] == []
     most = whole["cache_bytes"]["device"] - 1
-    found = run(*common, "--cache", "auto", "--cache-memory", f"{most}B", "--json")[1]
-    stats = json.loads(found)["stats"]
+    result = run(*common, "--cache", "auto", "--cache-memory", f"{most}B", "--json")[1]
+    stats = json.loads(result)["stats"]
     assert stats["cache_bytes"]["device"] <= most and stats["cache_bytes"]["host"] > 0
     assert [move["place"] for move in stats["moves"]] == ["host"] * len(stats["moves"]) != []
-    told = run(*common, "--cache", "auto", "--cache-memory", f"{most}B")[2]
-    assert f"{len(stats['moves'])} layer" in told and "moved" in told
+    err = run(*common, "--cache", "auto", "--cache-memory", f"{most}B")[2]
+    assert f"{len(stats['moves'])} layer" in err and "moved" in err
 
 
 @pytest.mark.parametrize(
@@ -316,49 +317,51 @@ def test_a_cache_that_keeps_to_a_memory(run, tiny_llama_dir):
 )
 def test_bad_option_is_one_line(run, tiny_llama_dir, arguments, words):
     model = () if "--model" in arguments else ("--model", tiny_llama_dir)
-    assert_refused(run("generate", "Once", *model, *arguments), *words)
+    assert_one_line_error(run("generate", "Once", *model, *arguments), *words)
 
 
 def test_bad_prompt_is_one_line(run, tiny_llama_dir, tmp_path):
     common = ("generate", "--model", tiny_llama_dir)
-    assert_refused(run(*common, ""), "empty")
-    assert_refused(run(*common, stdin=b""), "empty")
-    assert_refused(run(*common, "-", stdin=b"\xff\xfe"), "standard input", "UTF-8")
-    assert_refused(run(*common, "--file", tmp_path / "none.txt"), "none.txt")
-    assert_refused(run(*common, "--file", tmp_path), str(tmp_path))
-    assert_refused(run(*common, "x" * 60, "--max-len", 64), "60", "128", "64")
+    assert_one_line_error(run(*common, ""), "empty")
+    assert_one_line_error(run(*common, stdin=b""), "empty")
+    assert_one_line_error(run(*common, "-", stdin=b"\xff\xfe"), "standard input", "UTF-8")
+    assert_one_line_error(run(*common, "--file", tmp_path / "none.txt"), "none.txt")
+    assert_one_line_error(run(*common, "--file", tmp_path), str(tmp_path))
+    assert_one_line_error(run(*common, "x" * 60, "--max-len", 64), "60", "128", "64")
 
 
 def test_bad_checkpoint_is_one_line(run, tiny_llama_dir, tmp_path):
-    assert_refused(run("info", "--model", tmp_path), "config.json")
+    assert_one_line_error(run("info", "--model", tmp_path), "config.json")
     for file in tiny_llama_dir.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    assert_refused(run("generate", "Once", "--model", tmp_path), "model.safetensors")
+    assert_one_line_error(run("generate", "Once", "--model", tmp_path), "model.safetensors")
 
 
 def test_no_prompt_at_a_terminal_is_one_line(run, monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", terminal)
-    assert_refused(run("generate"), "no prompt")
-    # A byte of an argument that is not UTF-8, as Python has it.
-    assert_refused(run("generate", "caf\udce9"), "the text is not valid Unicode: character 3")
+    assert_one_line_error(run("generate"), "no prompt")
+    # How Python represents a byte that is not UTF-8 in an argument.
+    assert_one_line_error(
+        run("generate", "caf\udce9"), "the text is not valid Unicode: character 3"
+    )
 
 
 def test_unknown_command_is_one_line(run):
-    assert_refused(run("degenerate"), "degenerate")
+    assert_one_line_error(run("degenerate"), "degenerate")
 
 
-def test_debug_shows_where(monkeypatch, tiny_llama_dir):
+def test_debug_variable_keeps_the_exception(monkeypatch, tiny_llama_dir):
     monkeypatch.setenv("KVJAX_DEBUG", "1")
     monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "", "--model", str(tiny_llama_dir)])
     with pytest.raises(ValueError, match="empty"):
         cli.main()
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch, tiny_llama_dir):
+def test_bugs_keep_their_exception(monkeypatch, tiny_llama_dir):
     def broken(*_, **__):
         raise TypeError("a bug")
 
@@ -368,30 +371,32 @@ def test_a_bug_keeps_its_traceback(monkeypatch, tiny_llama_dir):
         cli.main()
 
 
-def test_a_full_device_is_one_line(run, monkeypatch, tiny_llama_dir):
+def test_out_of_memory_is_one_line(run, monkeypatch, tiny_llama_dir):
     def full(*_, **__):
         return jax.block_until_ready(jax.jit(lambda: jax.numpy.zeros(2**42))())
 
     monkeypatch.setattr(kvjax, "stream", full)
-    told = "RESOURCE_EXHAUSTED", "17592186044416 bytes"
-    assert_refused(run("generate", "a", "--model", tiny_llama_dir), *told)
+    words = "RESOURCE_EXHAUSTED", "17592186044416 bytes"
+    assert_one_line_error(run("generate", "a", "--model", tiny_llama_dir), *words)
 
 
 @pytest.mark.slow
-def test_a_quantized_cache(run, tiny_llama_dir, tiny_llama):
+def test_quantized_cache(run, tiny_llama_dir, tiny_llama):
     arguments = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
     code, out, _ = run(*arguments, "--key-bits", 8, "--value-bits", 4, "--group-size", 16)
     policy = kvjax.policy(key_bits=8, value_bits=4, group=16)
     expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, cache=policy)
     assert code == 0 and json.loads(out)["tokens"] == expected.tokens[0]
-    assert_refused(run(*arguments, "--kv-bits", 5), "5 bits for keys: choose from 1, 2, 3, 4, 8")
-    assert_refused(run(*arguments, "--kv-bits", 4, "--group-size", 48), "does not divide")
+    assert_one_line_error(
+        run(*arguments, "--kv-bits", 5), "5 bits for keys: choose from 1, 2, 3, 4, 8"
+    )
+    assert_one_line_error(run(*arguments, "--kv-bits", 4, "--group-size", 48), "does not divide")
     code, out, _ = run("info", "--model", tiny_llama_dir, "--kv-bits", 8, "--json")
     assert json.loads(out)["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * (16 + 2)}
 
 
 @pytest.mark.slow
-def test_policies_are_written_alike_in_all_commands(run, tiny_llama_dir):
+def test_all_commands_parse_policies_alike(run, tiny_llama_dir):
     words = ("--cache", "sliding_window,window=20,sinks=2,bits=8")
     options = ("--cache", "sliding_window", "--window", 20, "--sinks", 2, "--kv-bits", 8)
     for command in (
@@ -399,15 +404,19 @@ def test_policies_are_written_alike_in_all_commands(run, tiny_llama_dir):
         ("info",),
         ("plan", "--max-len", 64, "--estimate"),
     ):
-        found = []
+        result = []
         for given in (words, options):
             code, out, _ = run(*command, "--model", tiny_llama_dir, *given, "--json")
             assert code == 0
             report = json.loads(out)
-            found.append([report.get(name) for name in ("text", "cache_bytes_a_token", "plan")])
-        assert found[0] == found[1]
-    assert_refused(run("info", *words, "--window", 9), "window is 20 in 'sliding_window,window=20")
-    assert_refused(run("generate", "x", "--cache", "static", "--window", 9), "no setting 'window'")
+            result.append([report.get(name) for name in ("text", "cache_bytes_a_token", "plan")])
+        assert result[0] == result[1]
+    assert_one_line_error(
+        run("info", *words, "--window", 9), "window is 20 in 'sliding_window,window=20"
+    )
+    assert_one_line_error(
+        run("generate", "x", "--cache", "static", "--window", 9), "no setting 'window'"
+    )
 
 
 @pytest.mark.rare
@@ -415,7 +424,7 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     text, plot = tmp_path / "text.txt", tmp_path / "plot.svg"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
     arguments = ("eval", "--model", tiny_llama_dir, "--file", text, "--context", 200)
-    # The same bits by two names, whose programs are the same.
+    # Two names for the same policy share their programs.
     named = "static,key_bits=8,value_bits=8"
     arguments = (*arguments, "--policy", "bits=8", "--policy", named)
     code, out, err = run(*arguments, "--plot", plot, "--time-steps", 2)
@@ -427,8 +436,8 @@ def test_eval(run, tiny_llama_dir, tmp_path):
     assert plot.read_text(encoding="utf-8").startswith("<?xml")
     code, out, _ = run(*arguments, "--json")
     assert code == 0 and set(json.loads(out)) == {"bits=8", named}
-    assert_refused(run("eval", "--model", tiny_llama_dir), "no text: give a --file")
-    assert_refused(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
+    assert_one_line_error(run("eval", "--model", tiny_llama_dir), "no text: give a --file")
+    assert_one_line_error(run(*arguments, "--policy", "bits=9"), "9 bits for keys")
 
 
 @pytest.mark.rare
@@ -440,7 +449,7 @@ def test_eval_recall(run):
     code, out, _ = run("eval", "--recall", "--policy", "bits=4", "--json")
     assert code == 0 and json.loads(out)["bits=4"]["share"] > 0.98
     refused = "--context does not apply to --recall, which has its own model"
-    assert_refused(run("eval", "--recall", "--context", 100), refused)
+    assert_one_line_error(run("eval", "--recall", "--context", 100), refused)
 
 
 def test_plan(run, tiny_llama_dir, tmp_path):
@@ -449,14 +458,14 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     assert "compiled for" in out and "largest batch" in out and "2 bits" in out
     arguments = ("--max-len", 128, "--estimate", "--json", "--kv-bits", 8, "--memory", "10MB")
     code, out, _ = run("plan", "--model", tiny_llama_dir, *arguments)
-    found = json.loads(out)
-    assert code == 0 and found["plan"]["source"] == "estimated"
-    assert [room["name"] for room in found["fits"]] == ["this one"]
-    assert found["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
+    result = json.loads(out)
+    assert code == 0 and result["plan"]["source"] == "estimated"
+    assert [fit["name"] for fit in result["fits"]] == ["this one"]
+    assert result["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
     code, out, _ = run("plan", "--shape", "gpt2", "--json")
     assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
     config = tmp_path / "config.json"
-    # What is loaded here is planned as it is loaded; a config alone has its own dtype.
+    # A model is planned in the dtype in which it is loaded here; a config in its own.
     whole = json.loads((tiny_llama_dir / "config.json").read_text(encoding="utf-8"))
     del whole["hidden_act"], whole["torch_dtype"]
     config.write_text(json.dumps(whole | {"dtype": "bfloat16"}), encoding="utf-8")
@@ -464,17 +473,18 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     for given, size in (("--model", tiny_llama_dir), weights), (("--config", config), weights / 2):
         code, out, _ = run("plan", *given, "--max-len", 128, "--estimate", "--json")
         assert code == 0 and json.loads(out)["plan"]["weights"] == size
-    # Of a multimodal one the text part.
+    # The text part of a multimodal config.
     config.write_text(json.dumps({"model_type": "llava", "text_config": whole}), encoding="utf-8")
     code, out, _ = run("plan", "--config", config, "--dtype", "float32", "--estimate", "--json")
     assert code == 0 and json.loads(out)["plan"]["weights"] == weights
     small = {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "vocab_size": 300}
     config.write_text(json.dumps({"model_type": "gpt2", **small}), encoding="utf-8")
     arguments = ("--config", config, "--batch", 64, "--cache", "auto", "--memory", "140MB")
-    found = json.loads(run("plan", *arguments, "--json")[1])
-    assert set(found["plan"]["cache"]) == {"device", "host"}
-    assert found["plan"]["cache"]["device"] <= found["fits"][0]["allowed"]
-    assert len(found["fits"]) > 1 and found["plan"]["weights"] + found["fits"][0]["allowed"] < 1.4e8
+    result = json.loads(run("plan", *arguments, "--json")[1])
+    assert set(result["plan"]["cache"]) == {"device", "host"}
+    assert result["plan"]["cache"]["device"] <= result["fits"][0]["allowed"]
+    assert len(result["fits"]) > 1
+    assert result["plan"]["weights"] + result["fits"][0]["allowed"] < 1.4e8
     config.write_text('{"hidden_size": 8}', encoding="utf-8")
     for refused, message in {
         ("--config", config): "the config has no num_attention_heads or n_head",
@@ -496,12 +506,12 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--shape", "gpt2", "--dtype", "int8"): "dtype is 'int8'",
         ("--shape", "gpt2", "--max-len", 2000): "max_len is 2000, but the model has only 1024",
     }.items():
-        assert_refused(run("plan", *refused), message)
+        assert_one_line_error(run("plan", *refused), message)
     config.write_text("{", encoding="utf-8")
-    assert_refused(run("plan", "--config", config), "not valid JSON")
+    assert_one_line_error(run("plan", "--config", config), "not valid JSON")
 
 
-def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
+def test_plan_for_a_device_explains_what_does_not_fit(run, monkeypatch):
     weights = []
 
     def plan_on(model, choice, *, device, batch, max_len):
@@ -535,27 +545,27 @@ def test_plan_for_a_device_says_what_does_not_fit(run, monkeypatch):
         assert "compiled ahead of time for TPU v5 lite with 16 GB; nothing was executed" in out
         assert sentence in out and ("Too large" in out) == bool(sentence)
         assert "sends" not in out
-    found = json.loads(run(*command, "--json")[1])
-    static = found["plans"]["static"]
-    assert found["mesh"] is None and static["moved"] == 10**9
+    result = json.loads(run(*command, "--json")[1])
+    static = result["plans"]["static"]
+    assert result["mesh"] is None and static["moved"] == 10**9
     assert static["fits"] is True and static["whole"] > 10**9 and static["seconds"] > 0
 
 
-def test_plan_for_a_device_names_packages_that_are_missing(run, monkeypatch):
+def test_plan_for_a_device_names_missing_packages(run, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for device, words in {"v6e": "needs libtpu", "h200": "needs jax-cuda12-plugin and"}.items():
         given = "plan", "--shape", "gpt2", "--device", device, "--max-len", 64
-        assert_refused(run(*given), words)
+        assert_one_line_error(run(*given), words)
 
 
 def test_info(run, tiny_llama_dir):
     code, out, err = run("info", "--model", tiny_llama_dir, "--json")
     assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["type"] == "llama" and found["layers"] == 2 and found["vocabulary"] == 258
+    result = json.loads(out)
+    assert result["type"] == "llama" and result["layers"] == 2 and result["vocabulary"] == 258
     # Keys and values, 2 layers, 2 heads of 16 channels, 4 bytes each.
-    assert found["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * 16 * 4}
-    assert found["devices"] and found["versions"]["kvjax"] == kvjax.__version__
+    assert result["cache_bytes_a_token"] == {"device": 2 * 2 * 2 * 16 * 4}
+    assert result["devices"] and result["versions"]["kvjax"] == kvjax.__version__
     code, out, err = run("info", "--model", tiny_llama_dir)
     assert (code, err) == (0, "") and "cache bytes a token  512 B device" in out
 
@@ -573,13 +583,13 @@ def test_info(run, tiny_llama_dir):
         ((0, 7, 2), Target("cpu"), None),
     ],
 )
-def test_info_says_what_a_newer_jax_gains(run, tiny_llama_dir, monkeypatch, version, target, words):
+def test_info_shows_what_a_newer_jax_adds(run, tiny_llama_dir, monkeypatch, version, target, words):
     monkeypatch.setattr(compat, "JAX", version)
     monkeypatch.setattr("kvjax.cli.info_command.current_target", lambda: target)
-    found = json.loads(run("info", "--model", tiny_llama_dir, "--json")[1])["upgrade"]
-    assert found is None if words is None else words in found and len(found) < 120
+    result = json.loads(run("info", "--model", tiny_llama_dir, "--json")[1])["upgrade"]
+    assert result is None if words is None else words in result and len(result) < 120
     out = run("info", "--model", tiny_llama_dir)[1]
-    assert (f"upgrade {found}" in " ".join(out.split())) == (words is not None)
+    assert (f"upgrade {result}" in " ".join(out.split())) == (words is not None)
 
 
 def test_info_of_the_embedded_model(run):
@@ -608,12 +618,12 @@ def test_help_loads_neither_flax_nor_tokenizers():
         "try: main()\n"
         "except SystemExit: print({'flax', 'tokenizers', 'matplotlib'} & set(sys.modules))"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert found.stdout.endswith("set()\n"), found.stdout + found.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.stdout.endswith("set()\n"), result.stdout + result.stderr
 
 
 @pytest.mark.rare
-def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
+def test_compilation_cache_of_the_module(tiny_llama_dir, tmp_path):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HOME": str(tmp_path)}
     environment["LOCALAPPDATA"] = str(tmp_path)
     for name in list(environment):
@@ -623,29 +633,29 @@ def test_as_a_module_compiled_programs_are_kept(tiny_llama_dir, tmp_path):
     command += ["--max-new-tokens", "3"]
 
     def run_once():
-        found = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert found.returncode == 0, found.stderr
-        return found, {str(p) for p in tmp_path.rglob("*-cache")}
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result, {str(p) for p in tmp_path.rglob("*-cache")}
 
     first, kept = run_once()
     second, kept_later = run_once()
     assert kept and kept == kept_later
     assert first.stdout == second.stdout
-    assert second.stderr.count("\n") == 1  # the figures, and no noise
+    assert second.stderr.count("\n") == 1  # only the statistics
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_early_sees_no_traceback(tiny_llama_dir):
+def test_closed_pipe_leaves_no_traceback(tiny_llama_dir):
     command = f"{sys.executable} -m kvjax info --model {tiny_llama_dir} | true"
-    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
-    # JAX's plugin for GPUs says where there is none.
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    # JAX's GPU plugin prints these without a GPU.
     other = re.compile(r"WARNING: All log messages before absl|I\d+ .* cudart_stub\.cc:")
-    assert [line for line in found.stderr.splitlines() if not other.match(line)] == []
+    assert [line for line in result.stderr.splitlines() if not other.match(line)] == []
 
 
 @contextlib.contextmanager
-def consoles(monkeypatch, encoding, stdin=b""):
-    """Standard streams of such an encoding, as a system may give them: what is written there."""
+def encoded_streams(monkeypatch, encoding, stdin=b""):
+    """Replace the standard streams by streams of this encoding; yields what is written."""
     out, err = io.BytesIO(), io.BytesIO()
     for name, stream in (("stdin", io.BytesIO(stdin)), ("stdout", out), ("stderr", err)):
         monkeypatch.setattr(sys, name, io.TextIOWrapper(stream, encoding=encoding))
@@ -654,17 +664,17 @@ def consoles(monkeypatch, encoding, stdin=b""):
 
 @pytest.mark.slow(but=("utf-8", "ascii"))
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii", "utf-8"])
-def test_what_a_console_can_not_show_is_an_escape(monkeypatch, encoding, tiny_llama_dir, tmp_path):
-    """Text, figures, JSON and errors, and what is read from a pipe, which is UTF-8."""
+def test_characters_that_the_console_lacks(monkeypatch, encoding, tiny_llama_dir, tmp_path):
+    """Characters that the console lacks are escaped; input from a pipe is UTF-8."""
     word, model = "é😀ж", tmp_path / "ж😀"
     model.symlink_to(tiny_llama_dir)
-    # A stream of ASCII is taken for one of UTF-8, as typer has it.
+    # typer writes UTF-8 to an ASCII stream.
     shown = word if encoding != "cp1252" else "é\\U0001f600\\u0436"
     written_as = "utf-8" if encoding == "ascii" else encoding
 
     def printed(*arguments, stdin=b""):
         monkeypatch.setattr(sys, "argv", ["kvjax", *map(str, arguments)])
-        with consoles(monkeypatch, encoding, stdin) as (out, err):
+        with encoded_streams(monkeypatch, encoding, stdin) as (out, err):
             with pytest.raises(SystemExit) as leaving:
                 cli.main()
             return leaving.value.code, *(x.getvalue().decode(written_as) for x in (out, err))
@@ -690,8 +700,8 @@ def test_what_a_console_can_not_show_is_an_escape(monkeypatch, encoding, tiny_ll
     assert (code, out) == (0, "") and json.loads(results.read_text("utf-8"))["id"] == word
 
 
-def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
-    """From the start, or by whoever read them: a quiet end."""
+def test_closed_streams(monkeypatch, tiny_llama_dir):
+    """No traceback if a stream is closed at the start or by its reader."""
     arguments = ["--model", str(tiny_llama_dir), "--max-new-tokens", "3"]
     monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
     for name in ("stdin", "stdout", "stderr"):
@@ -707,7 +717,7 @@ def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
     read, write = os.pipe()
     os.close(read)
     monkeypatch.setattr(sys, "argv", ["kvjax", "generate", "Once", *arguments])
-    with consoles(monkeypatch, "utf-8") as (_, err):
+    with encoded_streams(monkeypatch, "utf-8") as (_, err):
         monkeypatch.setattr(sys, "stdout", stdout := os.fdopen(write, "w"))
         with pytest.raises(SystemExit) as leaving:
             cli.main()
@@ -717,21 +727,21 @@ def test_streams_that_are_closed(monkeypatch, tiny_llama_dir):
 
 
 @pytest.mark.slow
-def test_a_mesh(run, tiny_llama_dir, tiny_llama, full):
+def test_mesh(run, tiny_llama_dir, tiny_llama, full):
     arguments = ("--model", tiny_llama_dir, "--dtype", "float32", "--max-new-tokens", 12)
-    wanted = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
-    # What is computed on which mesh is looked at in tests/test_mesh_generate.py.
+    expected = kvjax.generate(tiny_llama, "abc", max_new_tokens=12).text[0]
+    # tests/test_mesh_generate.py tests the computation on meshes.
     more = ("tensor=4", "data=2,sequence=2") if full else ()
     for mesh in ("auto", "data=2, tensor=2,sequence=2", *more):
         code, out, _ = run("generate", "abc", *arguments, "--mesh", mesh)
-        assert (code, out) == (0, wanted + "\n")
+        assert (code, out) == (0, expected + "\n")
     for wrong, message in {
         "tensor": "a mesh is written as data=2,tensor=4,sequence=1, each once, or auto",
         "model=2": "the mesh has an axis 'model': kvjax knows data, tensor, sequence",
         "stage=2": "has no pipeline parallelism",
         "tensor=64": "tensor=64 x sequence=1 needs 64 devices: there are 8 (XLA_FLAGS=",
     }.items():
-        assert_refused(run("generate", "abc", *arguments, "--mesh", wrong), message)
+        assert_one_line_error(run("generate", "abc", *arguments, "--mesh", wrong), message)
 
 
 def test_plan_for_a_mesh(run, tiny_llama_dir):
@@ -743,29 +753,28 @@ def test_plan_for_a_mesh(run, tiny_llama_dir):
         json.loads(run(*plan, "--estimate", "--json", *more)[1])["plan"]
         for more in ((), ("--mesh", "tensor=2,data=2"))
     )
-    # More than there are here can be planned for; the norms are whole on each.
+    # The plan may have more devices than this machine; every device has whole norms.
     assert json.loads(run(*plan, "--json", "--mesh", "sequence=128")[1])["plan"]["devices"] == 128
     assert (one["devices"], many["devices"]) == (1, 4)
     assert many["cache"]["device"] == one["cache"]["device"] / 4
     assert one["weights"] / 2 < many["weights"] < 0.51 * one["weights"]
-    assert_refused(run(*plan, "--mesh", "data=3"), "4 rows can't be divided among data=3")
-    assert_refused(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "omit --memory")
-    assert_refused(run(*plan, "--mesh", "auto"), "give a size, such as tensor=4")
+    assert_one_line_error(run(*plan, "--mesh", "data=3"), "4 rows can't be divided among data=3")
+    assert_one_line_error(run(*plan, "--mesh", "data=2", "--memory", "1GB"), "omit --memory")
+    assert_one_line_error(run(*plan, "--mesh", "auto"), "give a size, such as tensor=4")
     assert one["temporaries"] / 5 < many["temporaries"] < one["temporaries"] / 3
-    assert_refused(
+    assert_one_line_error(
         run("plan", "--shape", "gpt2", "--mesh", "tensor=2"), "for a model that kvjax runs"
     )
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_path):
-    """Long work says how far it is, on standard error, and ends at once, with the code that shells
-    have for that."""
+def test_progress_and_interrupt_on_a_terminal(tiny_llama_dir, tmp_path):
+    """Long work shows progress on standard error; an interrupt ends it with exit code 130."""
     import pty  # not on every system
 
     ours, theirs = pty.openpty()
-    # Whatever started the tests may have had interrupts ignored, which is inherited.
+    # The process that started the tests may ignore interrupts, which is inherited.
     program = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "from kvjax.cli import main; main()"
@@ -782,7 +791,7 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
         seen += more
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate()
-    with contextlib.suppress(OSError):  # the end of what a terminal that is gone had
+    with contextlib.suppress(OSError):  # the closed terminal's last output
         while more := os.read(ours, 4096):
             seen += more
     os.close(ours)
@@ -791,13 +800,13 @@ def test_progress_on_a_terminal_and_its_end_on_an_interrupt(tiny_llama_dir, tmp_
     assert shown > hidden and b"Traceback" not in seen
 
 
-class AtOnce:
-    """A timer that does not wait; ``asked``: the seconds that it was to wait for."""
+class ImmediateTimer:
+    """A timer that fires at once; ``delays``: the requested delays."""
 
-    asked: ClassVar[list[float]] = []
+    delays: ClassVar[list[float]] = []
 
     def __init__(self, seconds, call):
-        self.asked.append(seconds)
+        self.delays.append(seconds)
         self.start = call
 
     def cancel(self):
@@ -808,8 +817,8 @@ class AtOnce:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Both streams as one terminal, and what was drawn there; no work is too short to be shown."""
-    monkeypatch.setattr(progress.threading, "Timer", AtOnce)
+    """Both output streams as one terminal, where progress is shown at once."""
+    monkeypatch.setattr(progress.threading, "Timer", ImmediateTimer)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     drawn = rich.progress.Progress.update
@@ -830,26 +839,26 @@ def terminal(monkeypatch):
     return begin
 
 
-def test_a_chat_shows_what_it_does_until_it_answers(terminal, tiny_llama):
-    """That it reads, and that it compiles, gone when the answer begins; nothing else is lost."""
-    # Of a length that no other test has, so that it compiles.
+def test_chat_shows_progress_until_the_answer(terminal, tiny_llama):
+    """Prefill and compilation are shown, and removed when the answer starts."""
+    # No other test has this length, so it compiles.
     chat = kvjax.Chat(tiny_llama, max_len=77, max_new_tokens=6, eos_token_ids=[])
     talk = ChatLoop(chat, interactive=True)
     for warm in (False, True):
         seen = terminal()
-        AtOnce.asked.clear()
+        ImmediateTimer.delays.clear()
         talk._answer(chat.send("ab"))
-        assert set(AtOnce.asked) == {progress.SHORT_DELAY}
+        assert set(ImmediateTimer.delays) == {progress.SHORT_DELAY}
         seen, answer = seen.getvalue(), chat.turns[-1].answer
         assert "reading the prompt" in seen and "generating" in seen
         for what in ("reading the prompt", "generating"):
             assert (f"{what}: compiling (once)" in seen) != warm
-        # Behind the last of what was drawn stands the answer, whole, on a line of its own.
+        # The whole answer follows the last progress line, on its own line.
         *_, line = seen.partition(answer)[0].rpartition("\x1b[2K")
         assert line == "" and seen.partition(answer)[2].startswith("\n")
 
 
-def test_pieces_come_one_by_one_where_nothing_is_shown(capfd):
+def test_first_piece_without_a_terminal(capfd):
     taken = []
     pieces = (taken.append(n) or n for n in range(4))
     assert progress.first_pieces(pieces, "reading") == [0] and taken == [0]
@@ -857,7 +866,7 @@ def test_pieces_come_one_by_one_where_nothing_is_shown(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def evaluated(monkeypatch, tiny_llama_dir, tmp_path):
+def run_eval(monkeypatch, tiny_llama_dir, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a cache. " * 20, encoding="utf-8")
     arguments = ["--model", str(tiny_llama_dir), "--file", str(text), "--context", "200"]
@@ -868,10 +877,10 @@ def evaluated(monkeypatch, tiny_llama_dir, tmp_path):
     assert leaving.value.code == 0
 
 
-def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_path):
-    """Which policy, which window, and how much of all."""
+def test_eval_shows_progress(monkeypatch, terminal, tiny_llama_dir, tmp_path):
+    """The policy, the window and the percentage."""
     seen = terminal()
-    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    run_eval(monkeypatch, tiny_llama_dir, tmp_path)
     seen, _, table = seen.getvalue().rpartition("policy ")
     assert "full precision" in table and "window" not in table
     shown = re.findall(r"evaluating (full precision|static), window (\d) of (\d)", seen)
@@ -880,14 +889,16 @@ def test_eval_shows_how_far_it_is(monkeypatch, terminal, tiny_llama_dir, tmp_pat
     names = ("full precision", "static")
     order = [(name, str(n + 1), str(count)) for n in range(count) for name in names]
     assert list(dict.fromkeys(shown)) == order
-    told = [int(each) for each in re.findall(r"evaluating .*?(\d+)%", seen)]
-    assert told == sorted(told) and told[0] == 0 and told[-1] == 100
+    percentages = [int(each) for each in re.findall(r"evaluating .*?(\d+)%", seen)]
+    assert percentages == sorted(percentages) and percentages[0] == 0 and percentages[-1] == 100
     assert "timing steps of static" in seen and "reading the text" in seen
 
 
-def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llama_dir, tmp_path):
+def test_eval_prints_lines_of_progress_without_a_terminal(
+    monkeypatch, capfd, tiny_llama_dir, tmp_path
+):
     monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
-    evaluated(monkeypatch, tiny_llama_dir, tmp_path)
+    run_eval(monkeypatch, tiny_llama_dir, tmp_path)
     out, err = capfd.readouterr()
     assert "window" not in out and out.startswith("policy")
     first, *_, last = (line for line in err.splitlines() if line.startswith("kvjax: "))
@@ -895,16 +906,16 @@ def test_eval_writes_a_line_now_and_then_elsewhere(monkeypatch, capfd, tiny_llam
     assert last == "kvjax: timing steps of static (50%)"
 
 
-def test_progress_is_told_in_order_and_only_where_it_is_heard(tiny_llama_dir):
-    told = []
-    with progress_callback(lambda *words: told.append(words)):
+def test_progress_callback_receives_ordered_events(tiny_llama_dir):
+    events = []
+    with progress_callback(lambda *event: events.append(event)):
         lm = models.load(str(tiny_llama_dir), dtype="float32")
         settings = {"prefill_chunk": 16, "max_new_tokens": 3, "eos_token_ids": ()}
         kvjax.generate(lm, ["a" * 40], **settings)
     kvjax.generate(lm, ["a" * 40], **settings)
-    assert [words for words in told if words[0] == "reading the prompt"] == [
+    assert [event for event in events if event[0] == "reading the prompt"] == [
         ("reading the prompt", n, 3) for n in (1, 2, 3)
     ]
-    loading = [words[1:] for words in told if words[0] == "loading"]
+    loading = [event[1:] for event in events if event[0] == "loading"]
     assert loading == [(n, len(loading)) for n in range(len(loading))]
-    assert told[-1] == ("generating", 3, 3)
+    assert events[-1] == ("generating", 3, 3)

@@ -1,4 +1,4 @@
-"""The server: what OpenAI's clients ask it, what it refuses, and who gets its pages back."""
+"""The HTTP server: OpenAI's clients, invalid requests, disconnects and shutdown."""
 
 import asyncio
 import concurrent.futures
@@ -36,8 +36,8 @@ from tests import browser
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS, LONGEST = 4, 512
-LONG = {"prompt": "once", "max_tokens": 480, "ignore_eos": True}
-"""A request of many steps."""
+LONG_REQUEST = {"prompt": "once", "max_tokens": 480, "ignore_eos": True}
+"""A request with many steps."""
 POINT = {
     "type": "object",
     "properties": {"x": {"enum": [0, 1]}, "name": {"enum": ["a", "bé"]}},
@@ -47,8 +47,8 @@ POINT = {
 MODEL = "tiny"
 
 
-class Running:
-    """A server in a thread: its ``url``, and an engine whose steps can be counted out."""
+class RunningServer:
+    """A server in a thread, with an engine that can be paused and stepped."""
 
     def __init__(self, lm, buffer=None, draft=None, **settings):
         self.lm, self.steps, self.buffer = lm, None, buffer
@@ -74,7 +74,7 @@ class Running:
         return self
 
     def __exit__(self, *_):
-        self.let(10**6)
+        self.allow_steps(10**6)
         self.http.close()
         self.stop()
         self._thread.join(60)
@@ -93,16 +93,16 @@ class Running:
             self.steps.acquire()
         return self._step()
 
-    def hold(self):
-        """No step is done, but those that ``let`` counts."""
+    def pause(self):
+        """Stop the engine; ``allow_steps`` lets it run a number of steps."""
         self.steps = threading.Semaphore(0)
 
-    def let(self, count):
+    def allow_steps(self, count):
         if self.steps is not None:
             self.steps.release(count)
 
-    def go_on(self):
-        self.let(10**6)
+    def resume(self):
+        self.allow_steps(10**6)
 
     def client(self, key="none"):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
@@ -111,21 +111,21 @@ class Running:
         return self.http.post(f"/v1/{path}", json=body, headers=headers)
 
     def until(self, condition):
-        """Wait until something holds, for as long as a test may take."""
+        """Wait until a condition holds, 30 seconds at most."""
         for _ in range(3000):
             if condition():
                 return
             time.sleep(0.01)
-        raise AssertionError("it never holds")
+        raise AssertionError("the condition never held")
 
-    def idle(self):
+    def assert_idle(self):
         self.until(lambda: not self.engine.busy and not self.server.state.active_requests)
         assert sum(self.engine.stats().used) == 0
         assert self.server.state.queue.in_use == 0
         assert not self.server.state.handles
 
-    def ended(self, reason):
-        """How many choices have ended so."""
+    def count_ended(self, reason):
+        """The number of sequences that ended for this reason."""
         name = f'request_success_total{{finished_reason="{reason}"}} '
         text = self.server.state.metrics.exposition().decode()
         return sum(int(float(x.removeprefix(name))) for x in text.splitlines() if name in x)
@@ -133,19 +133,19 @@ class Running:
 
 @pytest.fixture(scope="module")
 def running(tiny_llama):
-    with Running(tiny_llama) as running:
+    with RunningServer(tiny_llama) as running:
         yield running
 
 
 @pytest.fixture
-def own(tiny_llama):
-    """Servers of a test's own, with settings of its own."""
+def make_server(tiny_llama):
+    """Starts servers for a single test, with its own settings."""
     with contextlib.ExitStack() as stack:
-        yield lambda **settings: stack.enter_context(Running(tiny_llama, **settings))
+        yield lambda **settings: stack.enter_context(RunningServer(tiny_llama, **settings))
 
 
-def alone(running, prompt, **settings):
-    """What an engine gives that nobody else asks."""
+def run_alone(running, prompt, **settings):
+    """The handle of the same request in an engine without other requests."""
     engine = kvjax.Engine(
         running.lm, kvjax.policy("paged", page_size=16),
         InferenceLimits(max_batch_size=ROWS, max_seq_len=LONGEST), prefill_chunk=16,
@@ -154,16 +154,16 @@ def alone(running, prompt, **settings):
 
 
 def events(text):
-    found = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert found[-1] == "[DONE]"
-    return [json.loads(each) for each in found[:-1]]
+    result = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert result[-1] == "[DONE]"
+    return [json.loads(each) for each in result[:-1]]
 
 
-def test_a_completion_is_what_the_engine_gives(running):
-    wanted = alone(running, "import", max_new_tokens=12, temperature=0.9, seed=5)
+def test_completion_matches_the_engine(running):
+    expected = run_alone(running, "import", max_new_tokens=12, temperature=0.9, seed=5)
     settings = {"model": MODEL, "prompt": "import", "max_tokens": 12, "temperature": 0.9, "seed": 5}
     whole = running.client().completions.create(**settings)
-    assert whole.choices[0].text == wanted.text
+    assert whole.choices[0].text == expected.text
     assert whole.choices[0].finish_reason == "length"
     assert whole.object == "text_completion" and whole.model == MODEL
     assert whole.usage.prompt_tokens == 6 and whole.usage.completion_tokens == 12
@@ -172,33 +172,33 @@ def test_a_completion_is_what_the_engine_gives(running):
             **settings, stream=True, stream_options={"include_usage": True}
         )
     )
-    assert "".join(x.choices[0].text for x in pieces[:-1]) == wanted.text
+    assert "".join(x.choices[0].text for x in pieces[:-1]) == expected.text
     assert pieces[-2].choices[0].finish_reason == "length"
     assert pieces[-1].choices == [] and pieces[-1].usage.completion_tokens == 12
     assert len({x.id for x in pieces}) == 1
 
 
-def test_a_chat_is_what_the_engine_gives(running):
+def test_chat_completion_matches_the_engine(running):
     messages = [{"role": "developer", "content": "short"}, {"role": "user", "content": "hé"}]
     tokens = running.lm.chat([{"role": "system", "content": "short"}, messages[1]])
-    wanted = alone(running, tokens, max_new_tokens=9, temperature=1.0, seed=3)
+    expected = run_alone(running, tokens, max_new_tokens=9, temperature=1.0, seed=3)
     settings = {"model": MODEL, "messages": messages, "max_completion_tokens": 9, "seed": 3}
     whole = running.client().chat.completions.create(**settings)
-    assert whole.choices[0].message.content == wanted.text
+    assert whole.choices[0].message.content == expected.text
     assert whole.choices[0].message.role == "assistant"
     assert whole.usage.prompt_tokens == len(tokens)
     pieces = list(running.client().chat.completions.create(**settings, stream=True))
     assert pieces[0].choices[0].delta.role == "assistant"
-    assert "".join(x.choices[0].delta.content or "" for x in pieces) == wanted.text
+    assert "".join(x.choices[0].delta.content or "" for x in pieces) == expected.text
     assert pieces[-1].choices[0].finish_reason == "length"
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "é"}]
     settings["messages"] = [messages[0], {"role": "user", "content": parts}]
     again = running.client().chat.completions.create(**settings)
-    assert again.choices[0].message.content == wanted.text
+    assert again.choices[0].message.content == expected.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_draw_with_seeds_one_after_the_other(running, stream):
+def test_choices_use_consecutive_seeds(running, stream):
     prompts = ["ab", [100, 101]]
     body = {"prompt": prompts, "n": 2, "seed": 2**64 - 1, "max_tokens": 8, "stream": stream}
     answer = running.post(**body)
@@ -208,66 +208,69 @@ def test_choices_draw_with_seeds_one_after_the_other(running, stream):
             texts[choice["index"]] += choice["text"]
     for at, text in enumerate(texts):
         seed = (2**64 - 1 + at % 2) % 2**64
-        wanted = alone(running, prompts[at // 2], max_new_tokens=8, temperature=1.0, seed=seed)
-        assert text == wanted.text
+        expected = run_alone(
+            running, prompts[at // 2], max_new_tokens=8, temperature=1.0, seed=seed
+        )
+        assert text == expected.text
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("logprobs", [None, 1])
-def test_the_best_of_several_samples_are_those_of_generate(running, logprobs):
+def test_best_of_matches_generate(running, logprobs):
     prompts, settings = ["ab", "import"], {"n": 2, "best_of": 4, "seed": 5, "temperature": 0.8}
     seeds = {"seed": [5, 6, 7, 8] * 2}
-    wanted = kvjax.generate(running.lm, prompts, max_new_tokens=8, **settings | seeds)
+    expected = kvjax.generate(running.lm, prompts, max_new_tokens=8, **settings | seeds)
     answer = running.post(prompt=prompts, max_tokens=8, logprobs=logprobs, **settings).json()
-    assert [choice["text"] for choice in answer["choices"]] == wanted.text
+    assert [choice["text"] for choice in answer["choices"]] == expected.text
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     assert all((x["logprobs"] is None) == (logprobs is None) for x in answer["choices"])
     assert answer["usage"]["prompt_tokens"] == 8
-    assert answer["usage"]["completion_tokens"] == wanted.stats.new_tokens
-    running.idle()
+    assert answer["usage"]["completion_tokens"] == expected.stats.new_tokens
+    running.assert_idle()
 
 
-def test_a_beam_search_is_that_of_the_engine(running):
+def test_beam_search_matches_the_engine(running):
     search = {"n": 2, "length_penalty": 0.5, "early_stopping": True}
-    handle = alone(running, "import", max_new_tokens=8, num_beams=3, logprobs=1, **search)
-    wanted = handle.beam_results
+    handle = run_alone(running, "import", max_new_tokens=8, num_beams=3, logprobs=1, **search)
+    expected = handle.beam_results
     body = {"prompt": ["import", "import"], "max_tokens": 8, "logprobs": 1, **search}
     answer = running.post(use_beam_search=True, beam_width=3, **body).json()
-    assert [choice["text"] for choice in answer["choices"]] == 2 * [x.text for x in wanted]
-    for choice, found in zip(answer["choices"], wanted, strict=False):
-        told = choice["logprobs"]["token_logprobs"]
-        assert told == [x.logprob for x in found.logprobs or ()][: len(told)] and len(told) > 6
-        assert choice["finish_reason"] == {"eos": "stop"}.get(found.reason, found.reason)
-    assert answer["usage"]["completion_tokens"] == 2 * sum(len(x.tokens) for x in wanted)
+    assert [choice["text"] for choice in answer["choices"]] == 2 * [x.text for x in expected]
+    for choice, result in zip(answer["choices"], expected, strict=False):
+        logprobs = choice["logprobs"]["token_logprobs"]
+        assert len(logprobs) > 6
+        assert logprobs == [x.logprob for x in result.logprobs or ()][: len(logprobs)]
+        assert choice["finish_reason"] == {"eos": "stop"}.get(result.reason, result.reason)
+    assert answer["usage"]["completion_tokens"] == 2 * sum(len(x.tokens) for x in expected)
     body = {"messages": MESSAGE, "max_tokens": 4, "best_of": 2}
     answer = running.post("chat/completions", use_beam_search=True, **body).json()
     tokens = running.lm.chat(MESSAGE)
-    (found,) = alone(running, tokens, max_new_tokens=4, num_beams=2).beam_results
-    assert answer["choices"][0]["message"]["content"] == found.text
-    running.idle()
+    (result,) = run_alone(running, tokens, max_new_tokens=4, num_beams=2).beam_results
+    assert answer["choices"][0]["message"]["content"] == result.text
+    running.assert_idle()
 
 
-def test_seeds_are_random_where_none_is_given(running):
+def test_default_seed_is_random(running):
     texts = {running.post(prompt="x", max_tokens=24).text for _ in range(2)}
     assert len({json.loads(text)["choices"][0]["text"] for text in texts}) == 2
 
 
-def test_a_text_ends_before_a_stop_string(running):
-    whole = alone(running, "x", max_new_tokens=30, seed=0).text
+def test_text_ends_before_a_stop_string(running):
+    whole = run_alone(running, "x", max_new_tokens=30, seed=0).text
     stop = next(whole[at : at + 2] for at in range(6, 28) if whole[at : at + 2].isprintable())
-    found = running.post(prompt="x", max_tokens=30, temperature=0, stop=["never!", stop]).json()
-    assert found["choices"][0]["text"] == whole[: whole.index(stop)]
-    assert found["choices"][0]["finish_reason"] == "stop"
+    result = running.post(prompt="x", max_tokens=30, temperature=0, stop=["never!", stop]).json()
+    assert result["choices"][0]["text"] == whole[: whole.index(stop)]
+    assert result["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_bias_chooses(running):
-    found = running.post(prompt="x", max_tokens=3, logit_bias={"65": 100}, temperature=0).json()
+def test_logit_bias(running):
+    result = running.post(prompt="x", max_tokens=3, logit_bias={"65": 100}, temperature=0).json()
     letter = running.lm.decode([65])
-    assert found["choices"][0]["text"] == 3 * letter
+    assert result["choices"][0]["text"] == 3 * letter
 
 
 def assert_offsets(choice):
-    """Each is where its token begins in the text; parts of a character begin where it does."""
+    """Each offset is the start of its token; all parts of a character have the same offset."""
     text, whole = choice["text"], choice["logprobs"]
     assert whole["text_offset"] == sorted(whole["text_offset"]) and len(whole["tokens"]) > 1
     for token, offset in zip(whole["tokens"], whole["text_offset"], strict=True):
@@ -276,7 +279,7 @@ def assert_offsets(choice):
             assert text.startswith(token, offset)
 
 
-def test_offsets_of_characters_of_several_tokens(running):
+def test_offsets_of_characters_with_several_tokens(running):
     body = {"prompt": "x", "max_tokens": 24, "temperature": 0, "logprobs": 1, "n": 2}
     body["structured_outputs"] = {"choice": ["é😀é a"]}
     for more in ({}, {"best_of": 3}, {"use_beam_search": True, "n": 1, "beam_width": 2}):
@@ -289,25 +292,27 @@ def test_offsets_of_characters_of_several_tokens(running):
     assert [each for part in streamed for each in part] == [0, 0, 1, 1, 1, 1, 2, 2, 3, 4]
 
 
-def test_logprobs_are_the_models_own(running):
+def test_logprobs_match_the_model(running):
     lm = running.lm
     settings = {"max_tokens": 8, "temperature": 0.7, "seed": 1, "min_tokens": 8}
     choice = running.post(prompt="hello", **settings, logprobs=3).json()["choices"][0]
     whole = choice["logprobs"]
-    tokens = alone(
+    tokens = run_alone(
         running, "hello", max_new_tokens=8, min_new_tokens=8, temperature=0.7, seed=1
     ).tokens
     ids = [*lm.tokenizer.encode("hello"), *tokens]
     logits = lm.apply(lm.params, np.array([ids], np.int32))[0, 4:-1]
-    wanted = np.asarray(jax.nn.log_softmax(logits))
-    chosen = wanted[np.arange(8), tokens]
+    expected = np.asarray(jax.nn.log_softmax(logits))
+    chosen = expected[np.arange(8), tokens]
     np.testing.assert_allclose(whole["token_logprobs"], chosen, atol=1e-4)
     texts = TokenTexts(lm.tokenizer)
     assert whole["tokens"] == [texts.lookup(token)[0] for token in tokens]
     assert_offsets(choice)
-    each = zip(wanted, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True)
+    each = zip(
+        expected, whole["tokens"], whole["token_logprobs"], whole["top_logprobs"], strict=True
+    )
     for row, text, mine, likeliest in each:
-        # Tokens that are parts of characters may have the same text.
+        # Partial characters have the same text.
         best = texts.lookup(int(row.argmax()))[0]
         assert likeliest[text] >= mine and 1 <= len(likeliest) <= 4
         assert likeliest[best] == max(likeliest.values()) == pytest.approx(row.max(), abs=1e-4)
@@ -317,20 +322,25 @@ def test_logprobs_are_the_models_own(running):
         assert [each for part in streamed for each in part[name]] == whole[name]
 
 
-def by_harness(choice, context):
-    """What lm-evaluation-harness makes of an answer, ``parse_logprobs`` of its completions: the
-    log-probability of a prompt behind so many tokens, and whether each of them is the likeliest."""
-    found = choice["logprobs"]
-    told, likeliest = (found[name][context:-1] for name in ("token_logprobs", "top_logprobs"))
-    return sum(told), all(
-        mine == max(each.values()) for mine, each in zip(told, likeliest, strict=True)
+def harness_score(choice, context):
+    """The score and the greedy flag that lm-evaluation-harness's ``parse_logprobs`` returns.
+
+    That is the log-probability of the prompt after ``context`` tokens, and whether each of these
+    tokens is the likeliest.
+    """
+    result = choice["logprobs"]
+    logprobs, likeliest = (result[name][context:-1] for name in ("token_logprobs", "top_logprobs"))
+    return sum(logprobs), all(
+        mine == max(each.values()) for mine, each in zip(logprobs, likeliest, strict=True)
     )
 
 
 @pytest.mark.slow
-def test_prompts_are_scored_as_a_harness_asks(running):
-    """With what ``kvjax.score`` gives, though the beginning is known: by ids and by text, where a
-    character has several tokens, and where the new token ends the text."""
+def test_prompt_scores_for_lm_evaluation_harness(running):
+    """The scores match ``kvjax.score``, also if the start of the prompt is cached.
+
+    Prompts are ids and texts, with characters of several tokens; one new token ends its text.
+    """
     lm, text = running.lm, "a prompt of more than two chunks, with é😀é in it"
     ids, context = lm.tokenizer.encode(text), 20
     running.post(prompt=text, max_tokens=1)
@@ -342,30 +352,30 @@ def test_prompts_are_scored_as_a_harness_asks(running):
         answer = running.post(prompt=prompt, **body | more).json()
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         for choice in answer["choices"]:
-            found = choice["logprobs"]
-            assert found["token_logprobs"][0] is None and found["top_logprobs"][0] is None
-            assert len(found["tokens"]) == len(ids) + 1 == len(found["text_offset"])
-            np.testing.assert_allclose(found["token_logprobs"][1:-1], scored, atol=1e-4)
+            result = choice["logprobs"]
+            assert result["token_logprobs"][0] is None and result["top_logprobs"][0] is None
+            assert len(result["tokens"]) == len(ids) + 1 == len(result["text_offset"])
+            np.testing.assert_allclose(result["token_logprobs"][1:-1], scored, atol=1e-4)
             np.testing.assert_allclose(
-                [max(each.values()) for each in found["top_logprobs"][1:-1]], every[:-1].max(-1),
+                [max(each.values()) for each in result["top_logprobs"][1:-1]], every[:-1].max(-1),
                 atol=1e-4,
             )  # fmt: skip
             assert choice["text"].startswith(text)
-            logprob, is_greedy = by_harness(choice, context)
+            logprob, is_greedy = harness_score(choice, context)
             assert logprob == pytest.approx(float(scored[context - 1 :].sum()), abs=1e-3)
             assert is_greedy == greedy
-            if choice["finish_reason"] == "stop":  # this token has no text
-                end = {name: each.pop() for name, each in found.items()}
+            if choice["finish_reason"] == "stop":  # the end token has no text
+                end = {name: each.pop() for name, each in result.items()}
                 assert end["text_offset"] == len(text) == len(choice["text"])
             assert_offsets(choice)
     assert [each["finish_reason"] for each in answer["choices"]] == ["stop"] * 2
-    best = [*ids, *alone(running, ids, max_new_tokens=6).tokens[:5]]
-    assert by_harness(running.post(prompt=best, **body).json()["choices"][0], len(ids))[1]
+    best = [*ids, *run_alone(running, ids, max_new_tokens=6).tokens[:5]]
+    assert harness_score(running.post(prompt=best, **body).json()["choices"][0], len(ids))[1]
 
 
 @pytest.mark.slow
-def test_an_echo_alone(running):
-    """Nothing but the prompt, which may have all positions."""
+def test_echo_without_new_tokens(running):
+    """Only the prompt is returned, and it may fill all positions."""
     body = {"echo": True, "max_tokens": 0, "temperature": 0}
     full = "xyz é " * 73 + "ab"
     assert len(running.lm.tokenizer.encode(full)) == LONGEST + 1
@@ -386,28 +396,28 @@ def test_an_echo_alone(running):
     assert running.post(prompt=full, **body).status_code == 400
     refused = running.post(prompt="a", max_tokens=0)
     assert refused.status_code == 400 and "echo: true" in refused.json()["error"]["message"]
-    running.idle()
+    running.assert_idle()
 
 
 @pytest.mark.parametrize("more", [{"max_tokens": 0}, {"max_tokens": 5, "n": 2}], ids=str)
-def test_echoes_that_are_streamed(running, more):
+def test_streamed_echo(running, more):
     body = {"prompt": ["hé", [104, 105]], "echo": True, "logprobs": 2, "temperature": 0, **more}
     whole = running.post(**body).json()
-    found = {each["index"]: [] for each in whole["choices"]}
+    result = {each["index"]: [] for each in whole["choices"]}
     for event in events(running.post(**body, stream=True).text):
-        found[event["choices"][0]["index"]].append(event["choices"][0])
+        result[event["choices"][0]["index"]].append(event["choices"][0])
     for choice in whole["choices"]:
-        mine = found[choice["index"]]
+        mine = result[choice["index"]]
         assert "".join(each["text"] for each in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
-        for name, wanted in choice["logprobs"].items():
-            assert [x for each in mine for x in each["logprobs"][name]] == wanted
+        for name, expected in choice["logprobs"].items():
+            assert [x for each in mine for x in each["logprobs"][name]] == expected
         assert_offsets(choice)
     plain = events(running.post(**body | {"logprobs": None}, stream=True).text)
     assert all(each["choices"][0]["logprobs"] is None for each in plain)
 
 
-def test_the_best_texts_behind_an_echo(running):
+def test_best_texts_after_an_echo(running):
     for more in ({"best_of": 3}, {"use_beam_search": True, "beam_width": 3, "temperature": 0}):
         body = {"prompt": "import", "max_tokens": 6, "n": 2, "seed": 1, "logprobs": 1, **more}
         plain = running.post(**body).json()["choices"]
@@ -415,39 +425,40 @@ def test_the_best_texts_behind_an_echo(running):
             running.post(**body, echo=True).json()["choices"], plain, strict=True
         ):
             assert choice["text"] == "import" + without["text"]
-            told, offsets = (choice["logprobs"][name] for name in ("tokens", "text_offset"))
-            assert told[6:][: len(without["logprobs"]["tokens"])] == without["logprobs"]["tokens"]
+            tokens, offsets = (choice["logprobs"][name] for name in ("tokens", "text_offset"))
+            new_tokens = without["logprobs"]["tokens"]
+            assert tokens[6:][: len(new_tokens)] == new_tokens
             assert offsets[:6] == [*range(6)] and len(offsets) >= 12
 
 
-def test_the_last_message_is_continued(running):
+def test_last_message_is_continued(running):
     messages = [*MESSAGE, {"role": "assistant", "content": "The answer is "}]
     lm, body = running.lm, {"messages": messages, "max_tokens": 6, "temperature": 0}
     tokens = lm.chat(messages, continue_final_message=True)
     assert lm.decode(tokens).endswith("[assistant]The answer is ")
     line = {"messages": messages, "continue_final_message": True}
     assert parse_prompt(line, lm, False) == (tokens, {})
-    wanted = alone(running, tokens, max_new_tokens=6).text
+    expected = run_alone(running, tokens, max_new_tokens=6).text
     for more in ({}, {"add_generation_prompt": False}):
-        found = running.post("chat/completions", **body, continue_final_message=True, **more)
-        assert found.json()["choices"][0]["message"]["content"] == wanted
-        assert found.json()["usage"]["prompt_tokens"] == len(tokens)
+        result = running.post("chat/completions", **body, continue_final_message=True, **more)
+        assert result.json()["choices"][0]["message"]["content"] == expected
+        assert result.json()["usage"]["prompt_tokens"] == len(tokens)
     ended = lm.chat(messages, add_generation_prompt=False)
-    found = running.post("chat/completions", **body, add_generation_prompt=False)
-    assert found.json()["usage"]["prompt_tokens"] == len(ended) == len(tokens) + 1
+    result = running.post("chat/completions", **body, add_generation_prompt=False)
+    assert result.json()["usage"]["prompt_tokens"] == len(ended) == len(tokens) + 1
 
 
 def test_logprobs_of_a_chat(running):
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 5, "temperature": 0}
-    found = running.post("chat/completions", **body, logprobs=True, top_logprobs=2).json()
-    content = found["choices"][0]["logprobs"]["content"]
-    assert len(content) == 5 or found["choices"][0]["finish_reason"] == "stop"
+    result = running.post("chat/completions", **body, logprobs=True, top_logprobs=2).json()
+    content = result["choices"][0]["logprobs"]["content"]
+    assert len(content) == 5 or result["choices"][0]["finish_reason"] == "stop"
     for each in content:
         assert each["top_logprobs"][0]["logprob"] == each["logprob"]
         assert len(each["top_logprobs"]) == 2 and len(each["bytes"]) == 1
 
 
-def test_bytes_of_tokens_make_the_text(running):
+def test_token_bytes_join_to_the_text(running):
     texts = TokenTexts(running.lm.tokenizer)
     for text in ("é €", "plain", "a\n\t\0\x7f­"):
         ids = running.lm.tokenizer.encode(text)
@@ -456,7 +467,7 @@ def test_bytes_of_tokens_make_the_text(running):
 
 
 @pytest.mark.slow
-def test_drafts_change_no_text(running):
+def test_drafts_do_not_change_the_text(running):
     body, texts, drafted = {"prompt": "abc" * 6, "max_tokens": 16, "temperature": 0}, [], []
     for more in ({}, {"lookup": True}, {"draft": False}, {"lookup": False, "draft": True}):
         texts.append(running.post(**body, **more).json()["choices"][0]["text"])
@@ -466,9 +477,9 @@ def test_drafts_change_no_text(running):
 
 
 @pytest.mark.rare
-def test_what_a_server_drafts_with(own, tiny_llama):
-    """By default what it was started with."""
-    running = own(draft=kvjax.DraftModel(tiny_llama, adaptive=False))
+def test_draft_model_of_the_server(make_server, tiny_llama):
+    """Requests use the server's draft model by default."""
+    running = make_server(draft=kvjax.DraftModel(tiny_llama, adaptive=False))
     body, texts, drafted = {"prompt": "abc", "max_tokens": 16, "temperature": 0}, [], []
     for more in ({}, {"draft": False}, {"draft": True}):
         texts.append(running.post(**body, **more).json()["choices"][0]["text"])
@@ -477,7 +488,7 @@ def test_what_a_server_drafts_with(own, tiny_llama):
     assert 0 < drafted[0] == drafted[1] < drafted[2]
 
 
-def test_usage_counts_what_was_cached(running):
+def test_usage_counts_cached_tokens(running):
     prompt = list(range(1, 81))
     body = {"prompt": prompt, "max_tokens": 2}
     first, second = (running.post(**body).json()["usage"] for _ in range(2))
@@ -486,19 +497,19 @@ def test_usage_counts_what_was_cached(running):
     assert second["prompt_tokens"] == 80 and second["total_tokens"] == 82
 
 
-def test_a_schema_is_kept_to(running):
+def test_text_follows_a_json_schema(running):
     for seed in range(4):
-        found = running.client().chat.completions.create(
+        result = running.client().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": "a point"}], seed=seed,
             response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}},
         ).choices[0]  # fmt: skip
-        assert found.finish_reason == "stop"
-        value = json.loads(found.message.content)
+        assert result.finish_reason == "stop"
+        value = json.loads(result.message.content)
         assert set(value) == {"x", "name"} and value["x"] in (0, 1)
         assert value["name"] in ("a", "bé")
 
 
-def test_a_schema_is_kept_to_piece_by_piece_beside_others(running):
+def test_streamed_text_follows_a_json_schema_among_other_requests(running):
     form = {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         plain = [pool.submit(running.post, prompt="a", max_tokens=64, seed=n) for n in range(3)]
@@ -507,12 +518,12 @@ def test_a_schema_is_kept_to_piece_by_piece_beside_others(running):
         for part in events(running.post(**body).text):
             texts[part["choices"][0]["index"]] += part["choices"][0]["text"]
         for number, each in enumerate(plain):
-            wanted = alone(running, "a", max_new_tokens=64, temperature=1.0, seed=number)
-            assert each.result().json()["choices"][0]["text"] == wanted.text
+            expected = run_alone(running, "a", max_new_tokens=64, temperature=1.0, seed=number)
+            assert each.result().json()["choices"][0]["text"] == expected.text
     assert all(json.loads(text)["x"] in (0, 1) for text in texts)
 
 
-def test_other_guides(running):
+def test_other_grammars(running):
     for kind, value, pattern in (
         ("regex", "[ab]{3}c", "[ab]{3}c"),
         ("choice", ['yes "x"', "no|\\"], r'yes "x"|no\|\\'),
@@ -523,14 +534,14 @@ def test_other_guides(running):
         choice = running.post(**body).json()["choices"][0]
         assert re.fullmatch(pattern, choice["text"]), choice
         assert choice["finish_reason"] == "stop"
-    found = running.post(
+    result = running.post(
         prompt="a", max_tokens=400, response_format={"type": "json_object"}, temperature=0.2
     ).json()["choices"][0]
-    assert found["text"].startswith("{")
-    assert found["finish_reason"] == "length" or isinstance(json.loads(found["text"]), dict)
+    assert result["text"].startswith("{")
+    assert result["finish_reason"] == "length" or isinstance(json.loads(result["text"]), dict)
 
 
-def test_a_guide_that_has_ended_allows_ends_alone(tiny_llama):
+def test_finished_guide_allows_only_end_tokens(tiny_llama):
     guide = Guides(tiny_llama).choices(["ab"])
     words = -(-tiny_llama.config.vocab_size // 32)
 
@@ -553,7 +564,7 @@ def test_a_guide_that_has_ended_allows_ends_alone(tiny_llama):
 
 
 MESSAGE = [{"role": "user", "content": "a"}]
-WRONG = [
+INVALID_REQUESTS = [
     ({"prompt": "a", "echo": 1}, "echo"),
     ({"prompt": [2**70], "echo": True}, "prompt"),
     ({"prompt": "a" * 513, "echo": True, "max_tokens": 0}, "prompt"),
@@ -634,8 +645,8 @@ WRONG = [
 ]  # fmt: skip
 
 
-def test_what_is_wrong_is_refused_by_its_name(running):
-    for body, param in WRONG:
+def test_invalid_requests_name_the_field(running):
+    for body, param in INVALID_REQUESTS:
         path = "chat/completions" if "messages" in body else "completions"
         answer = running.http.post(f"/v1/{path}", content=json.dumps(body))
         assert answer.status_code == 400, (body, answer.text)
@@ -645,11 +656,11 @@ def test_what_is_wrong_is_refused_by_its_name(running):
     for raw in (b"", b"[]", b"{", b'{"prompt": NaN}', b"\xff", b"[" * 100_000):
         answer = running.http.post("/v1/completions", content=raw)
         assert answer.status_code == 400 and "JSON" in answer.json()["error"]["message"]
-    running.idle()
+    running.assert_idle()
 
 
 @pytest.mark.slow
-def test_what_asks_for_nothing_is_passed_over(running):
+def test_neutral_values_are_ignored(running):
     body = {
         "model": MODEL, "messages": MESSAGE, "max_tokens": 2, "user": "me", "metadata": {"a": "b"},
         "presence_penalty": 0, "frequency_penalty": 0.0, "tools": [], "tool_choice": "none",
@@ -661,14 +672,14 @@ def test_what_asks_for_nothing_is_passed_over(running):
     assert running.post(**body).status_code == 200
 
 
-def test_limits_have_their_statuses(own):
-    running = own(max_sequences=ROWS + 1, max_body=4096)
+def test_statuses_of_exceeded_limits(make_server):
+    running = make_server(max_sequences=ROWS + 1, max_body=4096)
     client = running.client()
     with pytest.raises(openai.NotFoundError, match="no such model"):
         client.completions.create(model="other", prompt="a")
-    with pytest.raises(openai.APIStatusError, match="larger than 4096") as found:
+    with pytest.raises(openai.APIStatusError, match="larger than 4096") as result:
         client.completions.create(model=MODEL, prompt="a" * 5000)
-    assert found.value.status_code == 413
+    assert result.value.status_code == 413
 
     def endless():
         for _ in range(1000):
@@ -684,23 +695,23 @@ def test_limits_have_their_statuses(own):
     ):
         with pytest.raises(openai.BadRequestError):
             client.completions.create(model=MODEL, **body)
-    running.hold()
+    running.pause()
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        some = [pool.submit(running.post, prompt="a", max_tokens=2) for _ in range(ROWS)]
+        responses = [pool.submit(running.post, prompt="a", max_tokens=2) for _ in range(ROWS)]
         running.until(lambda: len(running.server.state.handles) == ROWS)
-        with pytest.raises(openai.RateLimitError) as found:
+        with pytest.raises(openai.RateLimitError) as result:
             client.completions.create(model=MODEL, prompt="a", n=2)
-        assert int(found.value.response.headers["retry-after"]) >= 1
-        some.append(pool.submit(running.post, prompt="a", max_tokens=2))
+        assert int(result.value.response.headers["retry-after"]) >= 1
+        responses.append(pool.submit(running.post, prompt="a", max_tokens=2))
         running.until(lambda: len(running.server.state.handles) == ROWS + 1)
         assert running.post(prompt="a").status_code == 429
-        running.go_on()
-        assert [each.result().status_code for each in some] == [200] * (ROWS + 1)
-    running.idle()
+        running.resume()
+        assert [each.result().status_code for each in responses] == [200] * (ROWS + 1)
+    running.assert_idle()
 
 
-def test_keys_and_tenants(own):
-    running = own(api_keys=("first", "second"))
+def test_api_keys_and_tenants(make_server):
+    running = make_server(api_keys=("first", "second"))
     for key in ("", "wrong", "first second", "fi"):
         with pytest.raises(openai.AuthenticationError, match="API key"):
             running.client(key or "x").completions.create(model=MODEL, prompt="a")
@@ -711,34 +722,34 @@ def test_keys_and_tenants(own):
         assert running.http.get(path).status_code == 401
 
     def cached(running, key):
-        found = running.client(key).completions.create(
+        result = running.client(key).completions.create(
             model=MODEL, prompt=list(range(1, 81)), max_tokens=1
         )
-        return found.usage.prompt_tokens_details.cached_tokens
+        return result.usage.prompt_tokens_details.cached_tokens
 
     keys = ("first", "second", "first", "second")
     assert [cached(running, key) for key in keys] == [0, 0, 64, 64]
-    shared = own(api_keys=("first", "second"), share_prefixes=True)
+    shared = make_server(api_keys=("first", "second"), share_prefixes=True)
     assert [cached(shared, key) for key in keys] == [0, 64, 64, 64]
 
 
-def test_pages_of_other_sites_are_refused(running, own):
+def test_other_sites_are_rejected(running, make_server):
     for origin, status in ((running.url, 200), ("http://other.example", 403), ("null", 403)):
         headers = {"Origin": origin}
         assert running.post(prompt="a", max_tokens=1, headers=headers).status_code == status
     assert running.http.get("/stats", headers={"Origin": "http://["}).status_code == 403
-    # A name that its owner has let mean this machine, and a proxy's.
+    # DNS rebinding: a foreign name that resolves to this machine.
     renamed = {"Origin": "http://other.example", "Host": "other.example"}
     assert running.post(prompt="a", headers=renamed).status_code == 403
-    allowing = own(allowed_origins=("http://other.example",))
+    allowing = make_server(allowed_origins=("http://other.example",))
     for headers in (renamed, {"Origin": "http://other.example"}):
         assert allowing.post(prompt="a", max_tokens=1, headers=headers).status_code == 200
 
 
-def test_pages_of_an_allowed_site_may_read_what_they_are_sent(own):
-    """CORS, as a browser asks for it: before a request, with it, and in streams and errors."""
+def test_cors_for_an_allowed_site(make_server):
+    """Preflight requests, requests, streams and errors."""
     site, other = "http://other.example", "http://third.example"
-    allowing = own(allowed_origins=(site,), api_keys=("mine",))
+    allowing = make_server(allowed_origins=(site,), api_keys=("mine",))
     ask = {
         "Access-Control-Request-Method": "POST",
         "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
@@ -753,41 +764,41 @@ def test_pages_of_an_allowed_site_may_read_what_they_are_sent(own):
     assert "access-control-allow-origin" not in refused.headers
     key = {"Authorization": "Bearer mine"}
     for more, status in (({}, 200), ({"stream": True}, 200), ({"n": "x"}, 400)):
-        found = allowing.post(prompt="a", max_tokens=1, **more, headers={"Origin": site, **key})
-        assert found.status_code == status
-        assert found.headers["access-control-allow-origin"] == site
+        result = allowing.post(prompt="a", max_tokens=1, **more, headers={"Origin": site, **key})
+        assert result.status_code == status
+        assert result.headers["access-control-allow-origin"] == site
     assert allowing.post(prompt="a", headers={"Origin": other, **key}).status_code == 403
     assert allowing.post(prompt="a", headers={"Origin": site}).status_code == 401
-    anyone = own(allowed_origins=("*",))
-    found = anyone.post(prompt="a", max_tokens=1, headers={"Origin": other})
-    assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "*")
+    anyone = make_server(allowed_origins=("*",))
+    result = anyone.post(prompt="a", max_tokens=1, headers={"Origin": other})
+    assert (result.status_code, result.headers["access-control-allow-origin"]) == (200, "*")
 
 
-def test_a_prompt_that_is_too_long_is_the_requests_own_fault(running):
+def test_too_long_prompt_is_a_bad_request(running):
     for path, body in (
         ("completions", {"prompt": "a" * 5000}),
         ("completions", {"prompt": "a", "max_tokens": 10**9}),
         ("chat/completions", {"messages": [{"role": "user", "content": "a" * 5000}]}),
     ):
-        found = running.post(path, **body)
-        assert found.status_code == 400
-        assert found.json()["error"]["code"] == "context_length_exceeded"
+        result = running.post(path, **body)
+        assert result.status_code == 400
+        assert result.json()["error"]["code"] == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="room for"):
         running.client().completions.create(model=MODEL, prompt="a" * 5000)
 
 
-def test_what_asks_for_nothing_is_no_error(running):
+def test_top_logprobs_zero_without_logprobs(running):
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
-    found = running.post("chat/completions", **body, logprobs=False, top_logprobs=0)
-    assert found.status_code == 200 and found.json()["choices"][0]["logprobs"] is None
+    result = running.post("chat/completions", **body, logprobs=False, top_logprobs=0)
+    assert result.status_code == 200 and result.json()["choices"][0]["logprobs"] is None
 
 
-def test_ends_of_lines_that_json_leaves_as_they_are(running):
-    """Clients that split a stream's lines as Unicode does are given whole events."""
+def test_unicode_line_separators_are_escaped(running):
+    """Clients that split lines at Unicode separators still receive whole events."""
     text = "a\u2028b\u2029c\x85d"
     body = {"prompt": "x", "max_tokens": 24, "structured_outputs": {"choice": [text]}}
-    found = running.post(**body)
-    assert found.json()["choices"][0]["text"] == text and len(found.text.splitlines()) == 1
+    result = running.post(**body)
+    assert result.json()["choices"][0]["text"] == text and len(result.text.splitlines()) == 1
     stream = running.post(**body, stream=True).text
     lines = [line for line in stream.splitlines() if line]
     assert all(line.startswith("data: ") for line in lines)
@@ -795,48 +806,50 @@ def test_ends_of_lines_that_json_leaves_as_they_are(running):
     assert "".join(part["choices"][0]["text"] for part in parts) == text
 
 
-def test_a_client_that_leaves_frees_its_pages(own):
-    running = own()
-    running.hold()
-    with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True, "n": 3}) as x:
-        running.let(3)
+def test_disconnect_frees_pages(make_server):
+    running = make_server()
+    running.pause()
+    with running.http.stream(
+        "POST", "/v1/completions", json=LONG_REQUEST | {"stream": True, "n": 3}
+    ) as x:
+        running.allow_steps(3)
         assert next(x.iter_lines()).startswith("data: ")
     running.until(lambda: not running.server.state.active_requests)
-    running.go_on()
-    running.until(lambda: running.ended("cancelled") == 3)
-    running.idle()
+    running.resume()
+    running.until(lambda: running.count_ended("cancelled") == 3)
+    running.assert_idle()
 
 
-def test_a_client_that_leaves_while_it_waits_frees_its_pages(own):
-    running = own()
-    running.hold()
-    body = json.dumps(LONG).encode()
+def test_disconnect_of_a_waiting_request_frees_pages(make_server):
+    running = make_server()
+    running.pause()
+    body = json.dumps(LONG_REQUEST).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
-    some = [socket.create_connection(running.address) for _ in range(ROWS + 2)]
-    for each in some:
+    responses = [socket.create_connection(running.address) for _ in range(ROWS + 2)]
+    for each in responses:
         each.sendall(head + body)
     running.until(lambda: len(running.server.state.handles) == ROWS + 2)
-    running.let(2)
-    for each in some:
+    running.allow_steps(2)
+    for each in responses:
         each.close()
     running.until(lambda: not running.server.state.active_requests)
-    assert running.ended("length") == 0
-    running.go_on()
-    running.until(lambda: running.ended("cancelled") == ROWS + 2)
-    running.idle()
+    assert running.count_ended("length") == 0
+    running.resume()
+    running.until(lambda: running.count_ended("cancelled") == ROWS + 2)
+    running.assert_idle()
 
 
-def test_clients_that_come_and_go(own):
-    running = own()
+def test_many_disconnects(make_server):
+    running = make_server()
     rng = np.random.default_rng(0)
 
     def one(seed, patience):
         body = {"prompt": [int(seed)] * 20, "max_tokens": 64, "stream": True, "n": 1 + seed % 2}
         with (
             httpx.Client(base_url=running.url, timeout=60) as http,
-            http.stream("POST", "/v1/completions", json=body) as found,
+            http.stream("POST", "/v1/completions", json=body) as result,
         ):
-            for number, _ in enumerate(found.iter_raw()):
+            for number, _ in enumerate(result.iter_raw()):
                 if number == patience:
                     return
 
@@ -845,22 +858,22 @@ def test_clients_that_come_and_go(own):
         for path in 10 * ["/stats", "/metrics"]:
             assert running.http.get(path).status_code == 200
         list(all_of_them)
-    running.idle()
+    running.assert_idle()
 
 
-def test_bodies_that_do_not_come_take_no_place(own):
-    running = own(max_sequences=2, patience=60.0)
+def test_missing_bodies_take_no_place_in_the_queue(make_server):
+    running = make_server(max_sequences=2, patience=60.0)
     silent = [socket.create_connection(running.address) for _ in range(9)]
     for each in silent:
         each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
     assert running.post(prompt="a", n=2, max_tokens=2).status_code == 200
     for each in silent:
         each.close()
-    running.idle()
+    running.assert_idle()
 
 
-def test_half_open_and_slow_clients_are_cut_off(own):
-    running = own(patience=0.5)
+def test_half_open_and_slow_clients_time_out(make_server):
+    running = make_server(patience=0.5)
     silent, half = (socket.create_connection(running.address) for _ in range(2))
     slow = socket.create_connection(running.address)
     half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost")
@@ -874,45 +887,45 @@ def test_half_open_and_slow_clients_are_cut_off(own):
     assert slow.recv(4096).startswith(b"HTTP/1.1 408 ")
     for each in (silent, half, slow):
         each.close()
-    running.idle()
+    running.assert_idle()
 
 
-def test_who_reads_slowly_holds_up_nobody(own):
-    running = own(patience=1.0, buffer=4096)
-    body = json.dumps(LONG | {"stream": True, "logprobs": 20, "n": 8}).encode()
+def test_slow_reader_does_not_block_others(make_server):
+    running = make_server(patience=1.0, buffer=4096)
+    body = json.dumps(LONG_REQUEST | {"stream": True, "logprobs": 20, "n": 8}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     slow.connect(running.address)
     slow.sendall(head + body)
-    running.until(lambda: running.ended("length") or running.engine.stats().running)
+    running.until(lambda: running.count_ended("length") or running.engine.stats().running)
     assert running.post(prompt="b", max_tokens=4).status_code == 200
-    # There is more to read than what lies between can hold, and nobody reads it.
+    # The response does not fit the socket buffers, and nobody reads it.
     running.until(lambda: not running.server.state.active_requests)
-    running.idle()
-    found = b""
+    running.assert_idle()
+    result = b""
     with contextlib.suppress(ConnectionResetError):
         while part := slow.recv(65536):
-            found += part
-    assert b"data: " in found and b"[DONE]" not in found
+            result += part
+    assert b"data: " in result and b"[DONE]" not in result
     slow.close()
 
 
-def test_an_engine_that_fails_says_so(tiny_llama):
-    running = Running(tiny_llama)
+def test_engine_failure_is_reported(tiny_llama):
+    running = RunningServer(tiny_llama)
 
     def fails():
-        raise RuntimeError("planted")
+        raise RuntimeError("injected")
 
     running.engine.step = fails
-    found = []
+    result = []
 
     async def run():
         running.loop = asyncio.get_running_loop()
         try:
             await running.server.run(running.listener, running._ready.set)
         except RuntimeError as error:
-            found.append(error)
+            result.append(error)
 
     running._run = run
     hook, threading.excepthook = threading.excepthook, lambda _: None
@@ -922,47 +935,49 @@ def test_an_engine_that_fails_says_so(tiny_llama):
             running._thread.join(60)
     finally:
         threading.excepthook = hook
-    assert "planted" in str(found[0])
+    assert "injected" in str(result[0])
 
 
-def test_those_who_were_accepted_are_answered_at_the_end(own):
-    running = own()
-    running.hold()
+def test_shutdown_finishes_accepted_requests(make_server):
+    running = make_server()
+    running.pause()
     keep = httpx.Client(base_url=running.url, timeout=60)
     assert keep.get("/health").json() == {"status": "ok"}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        some = [pool.submit(running.post, prompt="a", max_tokens=40, seed=n) for n in range(6)]
+        responses = [pool.submit(running.post, prompt="a", max_tokens=40, seed=n) for n in range(6)]
         running.until(lambda: len(running.server.state.handles) == 6)
         running.stop()
         running.until(lambda: running.server.state.draining)
         assert keep.get("/health").status_code == 503
         answer = keep.post("/v1/completions", json={"prompt": "a"})
         assert answer.status_code == 503 and answer.json()["error"]["type"] == "server_error"
-        running.go_on()
-        assert [each.result().status_code for each in some] == [200] * 6
+        running.resume()
+        assert [each.result().status_code for each in responses] == [200] * 6
     running._thread.join(60)
     assert not running._thread.is_alive()
 
 
-def test_those_who_take_too_long_at_the_end_are_told(own):
-    running, told = own(grace=0.1), threading.Event()
+def test_shutdown_cancels_requests_after_the_grace_period(make_server):
+    running, cancelled = make_server(grace=0.1), threading.Event()
     state = running.server.state
-    cancel_all, state.cancel_all = state.cancel_all, lambda: (cancel_all(), told.set())
-    running.hold()
-    with running.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as answer:
-        running.let(3)
+    cancel_all, state.cancel_all = state.cancel_all, lambda: (cancel_all(), cancelled.set())
+    running.pause()
+    with running.http.stream(
+        "POST", "/v1/completions", json=LONG_REQUEST | {"stream": True}
+    ) as answer:
+        running.allow_steps(3)
         lines = answer.iter_lines()
         assert next(lines).startswith("data: ")
         running.stop()
-        assert told.wait(60)
-        running.go_on()
+        assert cancelled.wait(60)
+        running.resume()
         rest = [line for line in lines if line]
     assert "too long" in json.loads(rest[-1].removeprefix("data: "))["error"]["message"]
     running._thread.join(60)
     assert not running._thread.is_alive()
 
 
-def test_what_is_known_of_the_server(running):
+def test_monitoring_endpoints(running):
     models = running.client().models.list().data
     assert [each.id for each in models] == [MODEL]
     assert running.client().models.retrieve(MODEL).id == MODEL
@@ -987,7 +1002,7 @@ def test_what_is_known_of_the_server(running):
     assert {"used", "cached", "running", "waiting", "usage", "tokens_per_second"} <= set(stats)
 
 
-def test_the_page_stands_alone(running):
+def test_page_loads_nothing_else(running):
     answer = running.http.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
@@ -1010,42 +1025,42 @@ SQUARES = """
   return ["used", "cached", "free"].map((name) => found[color(name)] ?? 0);
 })()
 """
-"""How many of the page's squares have which color."""
+"""Counts the page's squares by color."""
 
 
 @pytest.mark.rare
-def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
+def test_page_in_a_browser(make_server, monkeypatch, tmp_path):
     if os.name == "nt" or browser.found() is None:
         pytest.skip("needs a Chromium")
-    running = own(api_keys=("first",))
+    running = make_server(api_keys=("first",))
     prompt = running.lm.chat([{"role": "user", "content": "hello"}])
     settings = {"max_new_tokens": 24, "temperature": 0.0}
-    answer, more = (alone(running, each, **settings).text for each in (prompt, "world"))
+    answer, more = (run_alone(running, each, **settings).text for each in (prompt, "world"))
     with browser.Browser(browser.found(), tmp_path) as tab:
         size = {"height": 800, "deviceScaleFactor": 1, "mobile": False}
         tab.ask("Emulation.setDeviceMetricsOverride", width=1200, **size)
         tab.ask("Page.navigate", url=running.url)
-        # It asks for a key until it has one that is known.
+        # The page asks for a key until it has a valid one.
         tab.until("document.querySelector('dialog')?.open")
         tab.type("second")
         tab.until("$('ask-key').open && $('why').textContent.includes('does not know')")
         tab.type("first")
         tab.until("$('state').textContent === 'running' && chat && model")
-        # Both kinds of requests, and a model of which the page is told late that it has no chat.
+        # Chat and completion; the page learns from an error that there is no chat template.
         tab.run("$('temperature').value = 0; $('tokens').value = 24; $('words').focus()")
         said = "document.querySelector('#talk > :last-child .said').textContent"
-        for words, wanted, chat in (("hello", answer, True), ("world", more, False)):
+        for words, expected, chat in (("hello", answer, True), ("world", more, False)):
             tab.type(words)
             tab.until("!running && document.querySelector('#talk > :last-child .foot')")
-            assert tab.run(said) == wanted and tab.run("chat") is chat
+            assert tab.run(said) == expected and tab.run("chat") is chat
             monkeypatch.setattr(running.lm.tokenizer, "templates", ChatTemplates({}, {}, ""))
         tab.run("$('clear').click()")
         assert tab.run("$('talk').children.length") == 1
-        # One under way: its pages are drawn, and it can be stopped.
-        running.hold()
+        # A running request: its pages are drawn, and it can be stopped.
+        running.pause()
         tab.run("$('tokens').value = 400")
         tab.type("import")
-        running.let(8)
+        running.allow_steps(8)
         tab.until(f"newest.used[0] > 0 && {said}.length > 6")
         stats = running.engine.stats()
         (used,), (cached,), (free,) = stats.used, stats.cached, stats.free
@@ -1055,9 +1070,9 @@ def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
         tab.click("#send")
         tab.until("$('send').textContent === 'Send'")
         assert tab.run("document.querySelector('.foot').textContent") == "stopped"
-        running.go_on()
-        running.until(lambda: running.ended("cancelled") == 1)
-        # A server's refusal is shown, and what was asked comes back.
+        running.resume()
+        running.until(lambda: running.count_ended("cancelled") == 1)
+        # An error of the server is shown, and the message returns to the input.
         tab.run("$('tokens').value = 5000")
         tab.type("import")
         tab.until("document.querySelector('.wrong')")
@@ -1067,7 +1082,7 @@ def test_the_page_in_a_browser(own, monkeypatch, tmp_path):
             tab.ask("Emulation.setDeviceMetricsOverride", width=width, **size)
             assert tab.run("document.documentElement.scrollWidth - innerWidth") <= 0
         assert [x for x in tab.events if x["method"] == "Runtime.exceptionThrown"] == []
-    running.idle()
+    running.assert_idle()
 
 
 def _section(title):
@@ -1075,7 +1090,7 @@ def _section(title):
     return re.split(rf"\n##+ {title}\n", text)[1].split("\n## ")[0].split("\n### ")[0]
 
 
-def test_the_pages_examples_run(running):
+def test_examples_of_the_docs_page(running):
     if shutil.which("curl") is None:
         pytest.skip("needs curl")
     text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
@@ -1083,32 +1098,35 @@ def test_the_pages_examples_run(running):
     assert len(lines) >= 9
     for line in lines:
         command = line.replace("http://127.0.0.1:8000", running.url)
-        found = subprocess.run(
+        result = subprocess.run(
             ["bash", "-c", command.replace("curl", "curl -sS --fail-with-body", 1)],
             capture_output=True, text=True,
         )  # fmt: skip
-        assert found.returncode == 0, (line, found.stdout, found.stderr)
+        assert result.returncode == 0, (line, result.stdout, result.stderr)
     code = re.search(r"^```python\n(from openai .*?)^```", text, re.MULTILINE | re.DOTALL)[1]
     code = code.replace("http://127.0.0.1:8000", running.url).replace("kvjax-tiny", MODEL)
     exec(compile(code, "serving.md", "exec"), {})
 
 
 @pytest.mark.rare
-def test_the_pages_engine_runs(tiny_llama, capsys):
+def test_engine_example_of_the_docs_page(tiny_llama, capsys):
     code = "".join(re.findall(r"^```python\n(.*?)^```", _section("In a script"), re.M | re.S))
-    found = {"kvjax": kvjax, "lm": tiny_llama}
-    exec(compile(code, "serving.md", "exec"), found)
-    assert found["handle"].done and [len(each.tokens) for each in found["handles"]] == [32, 32]
-    assert capsys.readouterr().out.startswith(found["handle"].text)
-    assert not found["engine"].busy
+    namespace = {"kvjax": kvjax, "lm": tiny_llama}
+    exec(compile(code, "serving.md", "exec"), namespace)
+    assert namespace["handle"].done and [len(each.tokens) for each in namespace["handles"]] == [
+        32,
+        32,
+    ]
+    assert capsys.readouterr().out.startswith(namespace["handle"].text)
+    assert not namespace["engine"].busy
     (lines,) = re.findall(r"^```text\n(.*?)^```", _section("A file of prompts"), re.M | re.S)
-    asked = [
+    parsed = [
         parse_prompt(parse_line(line.encode()), tiny_llama, False) for line in lines.splitlines()
     ]
-    assert [prompt for prompt, _ in asked] == ["The json module", "An iterator"]
+    assert [prompt for prompt, _ in parsed] == ["The json module", "An iterator"]
 
 
-def test_what_is_not_installed_is_named(monkeypatch):
+def test_missing_package_is_named(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
@@ -1129,7 +1147,7 @@ def test_settings_are_checked():
 
 
 class Process:
-    """``kvjax serve`` as a process of its own."""
+    """``kvjax serve`` in its own process."""
 
     def __init__(self, folder, *options):
         command = [sys.executable, "-m", "kvjax", "serve", "--model", folder, "--port", "0"]
@@ -1152,8 +1170,8 @@ class Process:
         self.process.stderr.close()
 
 
-def asked(url, seed, body):
-    """The status of an answer that is whole; None where there was no connection."""
+def status_of(url, seed, body):
+    """The status of a complete response; None without a connection."""
     try:
         answer = httpx.post(f"{url}/v1/completions", json=body | {"seed": seed}, timeout=60)
     except (httpx.ConnectError, httpx.ConnectTimeout):
@@ -1167,25 +1185,25 @@ def asked(url, seed, body):
 
 
 @pytest.mark.rare
-def test_a_signal_under_load_loses_nothing(tiny_llama_dir):
-    body = LONG | {"stream": True, "stream_options": {"include_usage": True}}
+def test_signal_under_load_loses_no_request(tiny_llama_dir):
+    body = LONG_REQUEST | {"stream": True, "stream_options": {"include_usage": True}}
     with (
         Process(tiny_llama_dir, "--draft-layers", 1) as server,
         concurrent.futures.ThreadPoolExecutor(8) as pool,
     ):
-        some = [pool.submit(asked, server.url, n, body) for n in range(8)]
+        responses = [pool.submit(status_of, server.url, n, body) for n in range(8)]
         while not httpx.get(f"{server.url}/stats").json()["running"]:
             pass
         server.process.send_signal(signal.SIGTERM)
-        more = [pool.submit(asked, server.url, n, body) for n in range(8)]
+        more = [pool.submit(status_of, server.url, n, body) for n in range(8)]
         assert server.process.wait(60) == 0
-        found = [each.result() for each in some]
-        assert 200 in found and set(found) <= {200, 503, None}
+        result = [each.result() for each in responses]
+        assert 200 in result and set(result) <= {200, 503, None}
         assert {each.result() for each in more} <= {200, 503, None}
         assert server.process.stderr.read() == ""
 
 
-def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
+def test_invalid_options_are_one_line(monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         for options, word in (
@@ -1202,7 +1220,7 @@ def test_options_that_cannot_be_are_one_line(monkeypatch, capfd):
 
 
 @pytest.mark.rare
-def test_two_hundred_at_once(tiny_llama_dir):
+def test_two_hundred_concurrent_requests(tiny_llama_dir):
     body = {"prompt": "hello", "max_tokens": 32, "ignore_eos": True}
     options = ("--max-queue", 400, "--api-key", "k")
     with Process(tiny_llama_dir, *options) as server:
