@@ -1,6 +1,7 @@
 """An endpoint that generates: reads a request, runs it in the engine, and sends the response."""
 
 import asyncio
+import re
 from collections.abc import Coroutine
 from contextlib import aclosing
 
@@ -87,12 +88,19 @@ class GenerationEndpoint:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
                 raise APIError(503, "the engine is not running") from None
-            # The engine's messages begin with the name of the setting.
-            name = str(error).split()[0].rstrip(",:")
-            param = _FIELD_NAMES.get(name, name if name in request.settings else None)
-            raise APIError(400, str(error), param=param) from None
+            raise APIError(400, str(error), param=_param_of(str(error), request)) from None
         self._state.handles.update(handles)
         return handles
+
+
+def _param_of(message: str, request: GenerationRequest) -> str | None:
+    """The request field that an engine's error message names first, if any."""
+    for word in re.findall(r"\w+", message):
+        if word in _FIELD_NAMES:
+            return _FIELD_NAMES[word]
+        if word in request.settings:
+            return word
+    return None
 
 
 async def _send_body(send: Send, body: bytes, more: bool) -> None:
