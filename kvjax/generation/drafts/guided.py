@@ -39,7 +39,7 @@ class DraftedGuidedSession(GuidedSession):
     Drafts themselves are proposed without guides."""
 
     @property
-    def most(self) -> int:
+    def max_steps(self) -> int:
         """The most tokens that ``decode`` takes of a row."""
         draft = self._request.draft
         assert draft is not None
