@@ -588,7 +588,7 @@ FAULTS = (
     ),
     Fault(
         "a rollout's buffer is dropped", "rollouts/program.py",
-        "keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken",
+        "keep_unused=True,  # the buffer's values are not used, only its memory",
         "keep_unused=False,", ("rollouts",),
     ),
     Fault(
@@ -663,8 +663,8 @@ FAULTS = (
     ),
     Fault(
         "a chat keeps a token too many", "chats/conversation.py",
-        "same = min(common(self.tokens, ids), len(ids) - 1)",
-        "same = min(common(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
+        "same = min(common_length(self.tokens, ids), len(ids) - 1)",
+        "same = min(common_length(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
     ),
     Fault(
         "a stream that is stopped keeps a token of what was under way", "generation/detokenizer.py",

@@ -76,10 +76,10 @@ def test_errors_do_not_end_the_chat(run_chat, tiny_llama, tmp_path):
         "/undo": "the chat has 0",
         "/edit x": "turn 0 does not exist: the chat has 0",
         "/save": "/save takes a folder",
-        f"/save {tmp_path / 'mine'}": "which is not written over",
+        f"/save {tmp_path / 'mine'}": "which is not overwritten",
         f"/load {tmp_path}": "no chat was saved there",
         "/exit now": "/exit takes no argument",
-        "a" * 300: "and has room for 256",
+        "a" * 300: "but can hold 256",
     }
     code, out, err = run_chat(*wrong, "ab", "/edit 1", "/edit 3 x")
     lines = err.splitlines()
@@ -98,7 +98,7 @@ def test_errors_do_not_end_the_chat(run_chat, tiny_llama, tmp_path):
         (("--load", tmp_path / "mine"), "no chat was saved there"),
         (("--load", tmp_path, "--kv-bits", 4), "omit --cache"),
         (("--template", tmp_path / "none"), "No such file"),
-        (("--on-full", "grow"), "on_full is 'grow'"),
+        (("--on-full", "grow"), "on_full must be 'stop' or 'drop', got 'grow'"),
     ):
         code, out, err = run_chat("ab", options=options)
         assert code == 2 and out == "" and words in err and err.count("\n") == 1
@@ -226,7 +226,7 @@ def test_chat_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     there = kvjax.Chat.load(tiny_llama, tmp_path / "two")
     assert there.turns == chat.turns and there.stats.prefilled == chat.stats.prefilled
     assert not there.stats.reread
-    both = [jax.tree.leaves(each._now.held.cache) for each in (there, chat)]
+    both = [jax.tree.leaves(each._conversation.cached.cache) for each in (there, chat)]
     for one, other in zip(*both, strict=True):
         np.testing.assert_array_equal(one, other)
     stopped = kvjax.Chat.load(tiny_llama, tmp_path / "three")

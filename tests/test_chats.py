@@ -12,7 +12,7 @@ import pytest
 
 import kvjax
 import kvjax.models
-from kvjax.chats.rendering import Known
+from kvjax.chats.rendering import TokenizedText
 from kvjax.core.reporting import progress_callback
 from kvjax.generation import programs, streaming
 from kvjax.policies.presets import parse_policy
@@ -42,7 +42,7 @@ def said(answer: Any) -> str:
 
 
 def held(chat: kvjax.Chat) -> Any:
-    return chat._now.held
+    return chat._conversation.cached
 
 
 def assert_sees_its_text(chat: kvjax.Chat, tolerance: float = 1e-5) -> None:
@@ -51,7 +51,7 @@ def assert_sees_its_text(chat: kvjax.Chat, tolerance: float = 1e-5) -> None:
     assert cache.length.tolist() == [len(tokens)]
     more, settings = [7], {"prefill_chunk": 16}
     _, found = kvjax.prefill(chat.lm, [more], cache=kvjax.fork(cache), **settings)
-    fresh = {"cache": chat._now.policy, "max_len": SHARED["max_len"]}
+    fresh = {"cache": chat._conversation.policy, "max_len": SHARED["max_len"]}
     _, wanted = kvjax.prefill(chat.lm, [tokens + more], **fresh, **settings)
     np.testing.assert_allclose(found, wanted, atol=tolerance)
 
@@ -137,7 +137,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(other.retry()) == said(chat.retry())
     assert said(other.edit(1, "cd")) == said(chat.edit(1, "cd")) == second
     # One that reads everything again sees the same.
-    other._now.held = None
+    other._conversation.cached = None
     assert said(other.send("ef")) == said(chat.send("ef"))
     assert other.turns == chat.turns and other.stats.prefilled > chat.stats.prefilled
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
@@ -159,7 +159,7 @@ def test_drafts_change_no_answer(tiny_llama, tmp_path):
         chat.save(tmp_path / name)
         if name != "model":
             assert kvjax.Chat.load(tiny_llama, tmp_path / name).settings["draft"] == draft
-    with pytest.raises(ValueError, match="draft could not be saved: give it again"):
+    with pytest.raises(ValueError, match="draft could not be saved; give it again"):
         kvjax.Chat.load(tiny_llama, tmp_path / "model")
 
 
@@ -359,9 +359,7 @@ def test_a_chat_on_a_mesh_and_elsewhere(tiny_llama, policy, tmp_path):
 def test_a_full_chat(tiny_llama):
     chat = begun(tiny_llama, max_new_tokens=64)
     assert said(chat.send("a" * 174)) and chat.stats.room == 256 - 175 - 64
-    with pytest.raises(
-        ValueError, match="comes to 260 tokens with this text, and has room for 256"
-    ):
+    with pytest.raises(ValueError, match="the chat has 260 tokens, but can hold 256"):
         chat.send("b" * 19)
     assert (
         said(chat.send("b" * 5)) and len(chat.turns[-1].tokens) == 257 - 246 and not chat.stats.room
@@ -379,20 +377,20 @@ def test_a_full_chat(tiny_llama):
     text = tiny_llama.decode(held(dropping).tokens, skip_special_tokens=False)
     assert text.startswith("sys</s>" + f"{turns[-1].first}" * 20)
     assert_sees_its_text(dropping)
-    with pytest.raises(ValueError, match="all older turns were left out already"):
+    with pytest.raises(ValueError, match="all older turns have been dropped already"):
         dropping.send("d" * 260)
     assert dropping.turns == turns
 
 
 def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
     for settings, message in (
-        ({"on_full": "grow"}, "on_full is 'grow': there are stop, drop"),
+        ({"on_full": "grow"}, "on_full must be 'stop' or 'drop', got 'grow'"),
         ({"temperature": -1.0}, "temperature must be a finite number"),
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer >= 1"),
         ({"seed": -1}, "seed must be an integer >= 0"),
-        ({"system": 3}, "system must be a text, got 3"),
+        ({"system": 3}, "system must be a string, got 3"),
         ({"template": ""}, "template must be Jinja text or 'plain'"),
-        ({"template": "plain", "template_options": {"x": 1}}, "has no options for it"),
+        ({"template": "plain", "template_options": {"x": 1}}, "need a template, but"),
         ({"template_options": 3}, "template_options must map names to values"),
         ({"max_len": 0}, "max_len must be an integer >= 1"),
         ({"cache": kvjax.init_cache(tiny_llama.config, max_len=8)}, "makes its own cache"),
@@ -405,18 +403,18 @@ def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
             kvjax.Chat(tiny_llama, **{name: 2})
         chat = begun(tiny_llama)
         chat.settings[name] = 2
-        with pytest.raises(ValueError, match=f"'{name}' is no setting of a chat's answers"):
+        with pytest.raises(ValueError, match=f"'{name}' is not a setting of a chat's answers"):
             chat.send("ab")
     with pytest.raises(ValueError, match="has no tokenizer"):
         kvjax.Chat(replace(tiny_llama, tokenizer=None))
     mesh = kvjax.make_mesh(data=2, devices=jax.devices()[:2])
-    with pytest.raises(ValueError, match="shares out 2 rows: give one whose data is 1"):
+    with pytest.raises(ValueError, match="splits rows over 2 devices, but a chat has one row"):
         kvjax.Chat(replace(tiny_llama, mesh=mesh))
     chat = begun(tiny_llama)
     for call in (chat.retry, chat.undo, lambda: chat.edit(0, "x")):
-        with pytest.raises(ValueError, match="the chat has 0, 0 the first"):
+        with pytest.raises(ValueError, match="the chat has 0, counted from 0"):
             call()
-    with pytest.raises(ValueError, match="a text that is sent must be a text, got 5"):
+    with pytest.raises(ValueError, match="a text that is sent must be a string, got 5"):
         chat.send(5)
     refusing = begun(tiny_llama, template="{{ raise_exception('no ' + messages[0].role) }}")
     with pytest.raises(ValueError, match="refuses these messages: no user"):
@@ -429,7 +427,7 @@ def test_what_is_refused(tiny_llama, byte_tokenizer, tmp_path):
 def test_files_that_are_no_chat(tiny_llama, tmp_path):
     chat = begun(tiny_llama, logits_hook=_unchanged, logit_bias={5: -3.0}, stop=["zz"])
     chat.save(tmp_path)
-    with pytest.raises(ValueError, match="logits_hook could not be saved: give it again"):
+    with pytest.raises(ValueError, match="logits_hook could not be saved; give it again"):
         kvjax.Chat.load(tiny_llama, tmp_path)
     empty = kvjax.Chat.load(tiny_llama, tmp_path, logits_hook=_unchanged, temperature=0.5)
     assert empty.settings == chat.settings | {"temperature": 0.5}
@@ -438,15 +436,15 @@ def test_files_that_are_no_chat(tiny_llama, tmp_path):
         kvjax.Chat.load(tiny_llama, tmp_path, cache="static")
     said(begun(tiny_llama).send("x"))
     other = tiny_llama.with_params(jax.tree.map(lambda x: x + 1, tiny_llama.params))
-    with pytest.raises(kvjax.CheckpointError, match="of no use to another"):
+    with pytest.raises(kvjax.CheckpointError, match="which can't use its tokens and cache"):
         kvjax.Chat.load(other, tmp_path)
     with pytest.raises(kvjax.CheckpointError, match="no chat was saved there"):
         kvjax.Chat.load(tiny_llama, tmp_path / "nowhere")
     file = tmp_path / "chat.json"
     words = json.loads(file.read_text())
     for wrong, message in (
-        ("{", "was cut or changed"),
-        (json.dumps(words | {"form": 9}), "form 9, and this version reads 1"),
+        ("{", "is damaged"),
+        (json.dumps(words | {"form": 9}), "has format 9, but this version of kvjax reads 1"),
         (json.dumps(words | {"turns": [{}]}), "is not in this version's format"),
         (json.dumps(words | {"known": 3}), "is not in this version's format"),
     ):
@@ -454,7 +452,7 @@ def test_files_that_are_no_chat(tiny_llama, tmp_path):
         with pytest.raises(kvjax.CheckpointError, match=message):
             kvjax.Chat.load(tiny_llama, tmp_path, logits_hook=_unchanged)
     (tmp_path / "mine").write_text("")
-    with pytest.raises(kvjax.CheckpointError, match="which is not written over"):
+    with pytest.raises(kvjax.CheckpointError, match="is not a chat, which is not overwritten"):
         chat.save(tmp_path)
 
 
@@ -485,14 +483,14 @@ def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path
 
 def test_texts_are_cut_where_their_tokens_are_known():
     encode = {"ab": [1], "abc": [9], "c": [3], "abxc": [1, 7, 3]}
-    known = Known().answered(0, "ab", [1], "x", [7])
+    known = TokenizedText().with_answer(0, "ab", [1], "x", [7])
 
     def tokens(text: str, begins: bool) -> list[int]:
         assert begins == text.startswith("ab")
         return encode[text]
 
-    assert known.tokens("abxc", tokens) == [1, 7, 3] and known.tokens("abx", tokens) == [1, 7]
-    assert known.tokens("abc", tokens) == [9]
-    assert known.before(0).tokens("abxc", tokens) == [1, 7, 3]
-    again = known.answered(1, "abxc", [1, 7, 3], "y", [8])
-    assert again.marks == ((0, 3, 2), (1, 5, 4)) and again.of("abxq").marks == ((0, 3, 2),)
+    assert known.tokenize("abxc", tokens) == [1, 7, 3] and known.tokenize("abx", tokens) == [1, 7]
+    assert known.tokenize("abc", tokens) == [9]
+    assert known.before(0).tokenize("abxc", tokens) == [1, 7, 3]
+    again = known.with_answer(1, "abxc", [1, 7, 3], "y", [8])
+    assert again.cuts == ((0, 3, 2), (1, 5, 4)) and again.matching("abxq").cuts == ((0, 3, 2),)

@@ -115,7 +115,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
 
     params, state, buffer, texts = lm.params, optimizer.init(lm.params), None, []
     size = max(x.nbytes for x in jax.tree.leaves(params))
-    before = rollout_program._rolled._cache_size()
+    before = rollout_program._rollout._cache_size()
     for step in range(10):
         if step == 1:
             (meter := Timer()).running().__enter__()
@@ -128,7 +128,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
         texts.append(lists(found))
         params, state = train(params, state, found)
     assert meter.compilations == 0 and len(alive()) <= held
-    assert rollout_program._rolled._cache_size() - before == 1  # though the first had no buffer
+    assert rollout_program._rollout._cache_size() - before == 1  # though the first had no buffer
     assert len({str(each) for each in texts}) == 10
     program = lowered(lm, buffer)
     memory = program.memory_analysis()
@@ -154,7 +154,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
     def train(params, drawn):
         return optax.apply_updates(params, jax.tree.map(lambda x: x * drawn.mean(), params))
 
-    before, buffer, compiled = rollout_program._rolled._cache_size(), None, []
+    before, buffer, compiled = rollout_program._rollout._cache_size(), None, []
     for step in range(3):
         with (meter := Timer()).running():
             found = kvjax.rollout(
@@ -162,7 +162,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
             )
         compiled.append(meter.compilations)
         buffer, params = found.cache, train(params, found.drawn)
-    assert compiled[1:] == [0, 0] and rollout_program._rolled._cache_size() - before == 1
+    assert compiled[1:] == [0, 0] and rollout_program._rollout._cache_size() - before == 1
 
 
 def lowered(lm, buffer):
@@ -173,13 +173,13 @@ def lowered(lm, buffer):
         found["program"] = rolled.lower(*given).compile()
         return rolled(*given)
 
-    rolled, rollout_program._rolled = rollout_program._rolled, keep
+    rolled, rollout_program._rollout = rollout_program._rollout, keep
     try:
         kvjax.rollout(
             lm, lm.params, (TOKENS, LENGTHS), n=2, max_new_tokens=8, seed=99, buffer=buffer
         )
     finally:
-        rollout_program._rolled = rolled
+        rollout_program._rollout = rolled
     return found["program"]
 
 
@@ -282,7 +282,7 @@ def test_traced_prompts_that_are_none_break_their_rows_alone(lm):
     assert broken.tolist() == [False, True, True, False] and lengths.tolist() == [5, 0, 0, 5]
     wanted = kvjax.rollout(lm, lm.params, PROMPTS[:1], max_new_tokens=5)
     assert new[0].tolist() == wanted.new_tokens[0].tolist()
-    with pytest.raises(ValueError, match="whole numbers, got float"):
+    with pytest.raises(ValueError, match="must be integers, got float"):
         kvjax.rollout(lm, lm.params, (tokens * 1.5, np.array([4] * 4)))
 
 
@@ -306,8 +306,8 @@ def test_a_model_that_is_made_anew_compiles_nothing():
     for step in range(3):
         lm = example("nnx_model").language_model(step)
         kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=4, seed=step)
-        before = rollout_program._rolled._cache_size() if before is None else before
-    assert rollout_program._rolled._cache_size() == before
+        before = rollout_program._rollout._cache_size() if before is None else before
+    assert rollout_program._rollout._cache_size() == before
     away = jax.device_put(jax.tree.map(np.asarray, lm.params), jax.devices()[1])
     found = kvjax.rollout(lm, away, PROMPTS, max_new_tokens=4, seed=2, put=True)
     assert {x.devices().pop() for x in jax.tree.leaves(lm.put(away))} == {jax.devices()[0]}
@@ -364,11 +364,11 @@ def test_the_page_of_training_loops_runs(capsys):
 WRONG = {
     "n": ({"n": 0}, "n must be an integer >= 1"),
     "seed": ({"seed": 2**32}, "seed is 4294967296"),
-    "auto": ({"cache": kvjax.policy("auto", memory=10**6)}, "moves its layers"),
+    "auto": ({"cache": kvjax.policy("auto", memory=10**6)}, "moves layers"),
     "lengths": ({"prompts": (TOKENS, np.array([4]))}, "lengths .batch."),
-    "an empty prompt": ({"prompts": (TOKENS, np.array([4, 0]))}, "prompt 1 has 0 tokens"),
+    "an empty prompt": ({"prompts": (TOKENS, np.array([4, 0]))}, "prompt 1 has length 0"),
     "no token": ({"prompts": ([[999]])}, "token id 999"),
-    "too few tokens": ({"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens only 2"),
+    "too few tokens": ({"min_new_tokens": 9}, "min_new_tokens is 9, but max_new_tokens is only 2"),
     "temperature": ({"temperature": -1.0}, "temperature must be"),
 }
 
@@ -383,7 +383,7 @@ def test_wrong_arguments_are_told(lm, name):
 
 def test_wrong_parameters_and_buffers_are_told(lm):
     found = kvjax.rollout(lm, lm.params, PROMPTS, max_new_tokens=2)
-    with pytest.raises(ValueError, match="is not of this rollout's policy and shapes"):
+    with pytest.raises(ValueError, match="does not have this rollout's policy and shapes"):
         kvjax.rollout(lm, lm.params, PROMPTS, n=2, max_new_tokens=2, buffer=found.cache)
     with pytest.raises(ValueError, match="the parameters lack"):
         kvjax.rollout(lm, {}, PROMPTS)

@@ -1,4 +1,4 @@
-"""Many turns on one cache."""
+"""Conversations of many turns on one cache."""
 
 from kvjax.chats.chat import Chat, ChatStats
 from kvjax.chats.rendering import Turn

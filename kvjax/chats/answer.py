@@ -1,4 +1,4 @@
-"""An answer as it comes."""
+"""An answer as an iterator, which Ctrl-C stops only between steps."""
 
 import signal
 import threading
@@ -11,51 +11,51 @@ from kvjax.generation.streaming import Stream
 
 
 @contextmanager
-def held_back(heard: Callable[[], None]) -> Iterator[None]:
-    """Let no interrupt out of the work inside, which would be lost half done: the first one calls
-    ``heard``, and is raised behind the work; a second one is raised at once.
+def deferred_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
+    """Defer Ctrl-C until the work inside is complete. The first one calls ``on_interrupt`` at once,
+    and is raised after the work; a second one is raised at once.
 
-    Only the main thread hears of signals; elsewhere, and where a process ignores them, nothing is
-    changed.
+    Only the main thread receives signals. In other threads, and where the process ignores the
+    signal, this does nothing.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(usual):
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    came = []
+    received = []
 
-    def note(number: int, frame: object) -> None:
-        came.append((number, frame))
-        if len(came) > 1:
-            usual(number, frame)  # type: ignore[arg-type]
-        heard()
+    def defer(number: int, frame: object) -> None:
+        received.append((number, frame))
+        if len(received) > 1:
+            handler(number, frame)  # type: ignore[arg-type]
+        on_interrupt()
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, defer)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, usual)
-    if came:
-        usual(*came[0])
+        signal.signal(signal.SIGINT, handler)
+    if received:
+        handler(*received[0])
 
 
-Ended = Callable[["Answer", GenerationResult | None], GenerationResult | None]
-"""What a chat does with an answer that has ended: it takes the cache out of the result, which is
-None where an error ended it."""
+OnEnd = Callable[["Answer", GenerationResult | None], GenerationResult | None]
+"""What a chat does when an answer ends: it takes the cache out of the result, which is None after
+an error."""
 
 
 class Answer(Iterator[Piece]):
-    """An answer that runs as it is iterated over: pieces as of ``kvjax.stream``.
+    """An answer that is generated while it is iterated over, in pieces as of ``kvjax.stream``.
 
-    ``text``, ``tokens``: what has come so far. One that is ended half way, by ``close`` or an
-    interrupt, stays in the chat as far as it came, and so does one that is let go of: the chat
-    closes it when it is asked for something else. ``lock``: the chat's, where threads share it.
+    ``text``, ``tokens``: the answer so far. If it is stopped early, by ``close`` or an interrupt,
+    the chat keeps it as it is; the chat also closes an unfinished answer before it does anything
+    else.
     """
 
-    def __init__(self, stream: Stream, ended: Ended, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, stream: Stream, on_end: OnEnd, lock: AbstractContextManager[Any]) -> None:
         self.text = ""
         self.tokens: list[int] = []
-        self._stream, self._ended, self._lock = stream, ended, lock
+        self._stream, self._on_end, self._lock = stream, on_end, lock
         self._result: GenerationResult | None = None
         self._over = False
 
@@ -63,39 +63,39 @@ class Answer(Iterator[Piece]):
         with self._lock:
             if self._over:
                 raise StopIteration
-            # What an interrupt would break off in the middle of could not be gone on from.
-            with held_back(self._stream.stop):
-                return self._take()
+            # An interrupt in the middle of a step would lose the cache.
+            with deferred_interrupt(self._stream.stop):
+                return self._next_piece()
 
     def close(self) -> None:
-        """End it here; what is under way is taken back, or, where the cache can't forget so much,
-        taken in. One that has ended stays as it is."""
+        """Stop the answer. Tokens in flight are rewound, or kept if the cache can't rewind them.
+        Nothing happens if it has ended."""
         if not self._over:
-            self._stream.stop()  # another thread's piece is short then
-            with self._lock, held_back(lambda: None), suppress(StopIteration):
+            self._stream.stop()  # shortens a piece that another thread is waiting for
+            with self._lock, deferred_interrupt(lambda: None), suppress(StopIteration):
                 while not self._over:
-                    self._take()
+                    self._next_piece()
 
     @property
     def result(self) -> GenerationResult:
-        """The whole result, as of ``kvjax.generate``, but without the cache, which the chat has;
-        ``stats.prompt_tokens`` are those of the whole conversation, and ``cached_tokens`` the ones
-        of them that were not read again.
+        """The result, as of ``kvjax.generate``, without the cache, which the chat keeps.
+        ``stats.prompt_tokens`` counts the whole conversation, ``stats.cached_tokens`` the part that
+        was not prefilled again.
 
         Raises:
-          RuntimeError: before its end, or where an error ended it.
+          RuntimeError: before the end, or if an error ended the answer.
         """
         if self._result is None:
-            raise RuntimeError("the result is there after the last piece: iterate to the end")
+            raise RuntimeError("the result is complete after the last piece: iterate to the end")
         return self._result
 
-    def _take(self) -> Piece:
+    def _next_piece(self) -> Piece:
         try:
             piece = next(self._stream)
         except BaseException as error:
             self._over = True
-            whole = isinstance(error, StopIteration)
-            self._result = self._ended(self, self._stream.result if whole else None)
+            complete = isinstance(error, StopIteration)
+            self._result = self._on_end(self, self._stream.result if complete else None)
             raise
         self.text += piece.text[0]
         self.tokens += piece.tokens[0]

@@ -1,4 +1,4 @@
-"""Many turns on one cache."""
+"""``Chat``: a conversation whose cache is reused from turn to turn."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,9 +9,8 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.chats import saving
 from kvjax.chats.answer import Answer
-from kvjax.chats.conversation import Conversation, length_for, most_of
-from kvjax.chats.rendering import WHEN_FULL, Rendering, Turn
-from kvjax.chats.saving import from_told, to_told
+from kvjax.chats.conversation import Conversation, cache_capacity, chat_length
+from kvjax.chats.rendering import ON_FULL, Rendering, Turn
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
 from kvjax.generation.loaded_model import LanguageModel
@@ -22,16 +21,15 @@ from kvjax.policies.presets import PolicyChoice, policy
 
 @dataclass(frozen=True)
 class ChatStats:
-    """Figures of a chat, from its first turn on, those before it was saved among them.
+    """Statistics of a chat since its first turn, including those before it was saved.
 
-    ``turns``: how many it has; ``dropped``: the oldest ones that the model sees no more.
-    ``prefilled``: tokens that were read, of prompts; ``known``: tokens of prompts that were not, as
-    the cache had them; ``reread``: of those read, the ones that had been read before, or written,
-    and that the cache could not keep (it can't forget just what came after them).
-    ``generated``: new tokens. ``prefill_seconds``, ``decode_seconds``, ``compile_seconds``: as of
-    ``GenerationStats``.
-    ``held``: tokens that the cache holds; ``room``: how many more the chat can have, None where it
-    has no end. ``cache_bytes``: of the cache, by place.
+    ``turns``: their number; ``dropped``: the oldest ones that the model no longer sees.
+    ``prefilled``: prompt tokens that were computed; ``known``: prompt tokens that the cache already
+    had; ``reread``: those of the ``prefilled`` tokens that had been in the cache before, but that
+    it could not keep while it was rewound; ``generated``: new tokens. ``prefill_seconds``,
+    ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
+    ``held``: tokens in the cache; ``room``: how many more tokens the chat can hold, None for no
+    limit; ``cache_bytes``: bytes of the cache by memory.
     """
 
     turns: int
@@ -60,15 +58,15 @@ _COUNTED = (
 
 
 class Chat:
-    """A conversation, turn by turn on one cache: what that holds is not read again.
+    """A conversation of many turns on one cache.
 
-    Each turn the whole conversation is rendered, and compared with the tokens that the cache holds;
-    it is rewound to where they part, and only what is new is read. What the model wrote stays the
-    tokens that it drew. A cache that can't be rewound so far (rings, quantized ones and those on
-    the host keep their newest tokens alone as they were) is filled again from the start:
-    ``stats.reread`` says how often that cost what.
+    In each turn the whole conversation is rendered and compared with the tokens that the cache
+    holds. The cache is rewound to their longest common prefix, and only the rest is prefilled.
+    Answers keep the tokens that were sampled. Rings, quantized caches and caches on the host can
+    only be rewound over their newest tokens; beyond that the conversation is prefilled from its
+    start, and ``stats.reread`` counts these tokens.
 
-    ``settings``: those of each answer, by name, which may be changed between turns.
+    ``settings``: the settings of each answer, by name. They may be changed between turns.
     """
 
     @explicit_signature(DecodingKeywords)
@@ -88,39 +86,39 @@ class Chat:
         seed: int = 0,
         **settings: Unpack[DecodingKeywords],
     ) -> None:
-        """Begin a conversation; nothing runs yet.
+        """Start a conversation. No model runs yet.
 
         Args:
           lm: a model from ``kvjax.models.load``.
           system: the system prompt.
-          template: Jinja text of a chat template; by default the checkpoint's. ``"plain"``, the
-            default where it has none: a system prompt and each answer, an empty line behind each,
-            and what is asked right before its answer, for models that continue texts.
-          template_options: what else the template may see, such as ``enable_thinking``.
-          cache: a policy or its name, or a list of one policy a layer.
-          max_len: tokens that the chat can have; by default those that the model was trained for,
-            at most 4,096. Rings have no end.
-          on_full: ``"stop"``: a text that there is no room for is refused. ``"drop"``: the oldest
-            turns, but not the system prompt, are left out of what the model sees, until half of the
-            room is free; what is left is read again.
-          max_new_tokens: an answer ends after so many, or where there is no room for more.
+          template: Jinja text of a chat template, by default the checkpoint's. ``"plain"``, the
+            default without one, is for base models that continue texts: it puts an empty line after
+            the system prompt and after each answer, and each user text directly before its answer.
+          template_options: further variables of the template, such as ``enable_thinking``.
+          cache: a policy, its name, or a list with one for each layer.
+          max_len: the most tokens that the chat can hold; by default the length of the model's
+            training sequences, at most 4,096. Rings have no limit.
+          on_full: what happens when the chat is full. ``"stop"``: the text is rejected. ``"drop"``:
+            the model no longer sees the oldest turns, except the system prompt, until half of the
+            capacity is free; the rest is prefilled again.
+          max_new_tokens: the most tokens of an answer.
           stop: strings before which an answer ends.
-          seed: turn ``k``, 0 the first, draws with ``seed + k``, and each retry with 2**32 more: a
-            chat that was saved, or edited, draws what it would have drawn otherwise.
-          settings: as of ``generate``; penalties and a hook go by the whole conversation.
+          seed: turn ``k``, from 0, samples with ``seed + k``, and each retry with 2**32 more. So a
+            chat that was saved or edited samples the same as one that was not.
+          settings: as for ``generate``. Penalties and hooks see the whole conversation.
 
         Raises:
-          ValueError: if an argument is out of its range, the model has an encoder or no tokenizer,
-            or its mesh divides rows.
+          ValueError: if an argument is out of range, the model has an encoder or no tokenizer, or
+            its mesh splits rows.
         """
         if has_encoder(lm):
-            raise ValueError("a chat goes on with its text, and this model has an encoder for that")
+            raise ValueError("chats need a decoder-only model, but this one has an encoder")
         if isinstance(cache, KVCache):
-            raise ValueError("a chat makes its own cache: give a policy or its name")
-        if on_full not in WHEN_FULL:
-            raise ValueError(f"on_full is {on_full!r}: there are {', '.join(WHEN_FULL)}")
+            raise ValueError("a chat makes its own cache; give a policy or its name")
+        if on_full not in ON_FULL:
+            raise ValueError(f"on_full must be {' or '.join(map(repr, ON_FULL))}, got {on_full!r}")
         cache = policy(cache) if isinstance(cache, str) else cache
-        self._own = {
+        self._options = {
             "template": template,
             "template_options": template_options,
             "cache": cache,
@@ -134,39 +132,38 @@ class Chat:
             **settings,
         }
         self.system = system
-        length = length_for(lm, max_len)
+        length = chat_length(lm, max_len)
         rendering = Rendering(lm.tokenizer, template, template_options or {})
-        most = most_of(lm, cache, length)
-        self._now = Conversation(lm, rendering, cache, length, most)
-        # What is wrong with a setting is said now.
-        self._now.request([0], cache, seed, self.settings | {"max_new_tokens": 1})
+        capacity = cache_capacity(lm, cache, length)
+        self._conversation = Conversation(lm, rendering, cache, length, capacity)
+        # Check the settings now rather than in the first turn.
+        self._conversation.request([0], cache, seed, self.settings | {"max_new_tokens": 1})
 
     @classmethod
     @without_mesh_context
     def load(cls, lm: LanguageModel, folder: str | Path, **settings: Any) -> "Chat":
-        """Take up a chat that ``save`` wrote, here or elsewhere: it goes on bit for bit.
+        """Load a chat that ``save`` wrote. It continues bit for bit.
 
         Args:
           lm: the same model.
           folder: where it was saved.
-          settings: as of ``Chat``, in place of those that were saved; a ``logits_hook``, a
-            guide and a draft's model can't be saved, and must be given again. ``max_len`` may be
-            larger than it was.
+          settings: arguments of ``Chat`` that replace the saved ones. A ``logits_hook``, a guide
+            and a draft model can't be saved, and must be given again. ``max_len`` may be larger.
 
         Raises:
-          CheckpointError: if there is no chat, or one of another model; if a file was cut or
-            changed.
-          ValueError: as of ``Chat``; if another ``cache`` is asked for.
+          CheckpointError: if the folder holds no chat, or one of another model, or a file is
+            damaged.
+          ValueError: as for ``Chat``; if ``cache`` is given.
         """
         if "cache" in settings:
-            raise ValueError("a chat that was saved has its cache: kvjax.convert changes one")
-        told, held = saving.read(folder, lm, settings.get("max_len"))
-        given, kept = from_told(folder, told, settings)
-        chat = cls(lm, **given)
-        now = chat._now
-        now.turns, now.known, now.counts = kept
-        if held is not None:
-            now.held, now.most = held, held.most
+            raise ValueError("a saved chat has its cache; kvjax.convert changes its policy")
+        data, cached = saving.read(folder, lm, settings.get("max_len"))
+        arguments, state = saving.from_json(folder, data, settings)
+        chat = cls(lm, **arguments)
+        conversation = chat._conversation
+        conversation.turns, conversation.tokenized, conversation.counts = state
+        if cached is not None:
+            conversation.cached, conversation.capacity = cached, cached.capacity
         return chat
 
     @without_mesh_context
@@ -174,65 +171,70 @@ class Chat:
         """Write the chat into a folder: its turns, settings and cache.
 
         Raises:
-          CheckpointError: if something else than a chat stands there.
+          CheckpointError: if the folder holds something other than a chat.
         """
         self.close()
-        now = self._now
-        with now.lock:
-            own = {"system": self.system, **self._own, **self.settings}
-            held = now.held if now.held and now.held.tokens else None
-            saving.write(folder, to_told(own, now.turns, now.known, now.counts), held, now.lm)
+        conversation = self._conversation
+        with conversation.lock:
+            settings = {"system": self.system, **self._options, **self.settings}
+            cached = conversation.cached
+            data = saving.to_json(
+                settings, conversation.turns, conversation.tokenized, conversation.counts
+            )
+            saving.write(
+                folder, data, cached if cached and cached.tokens else None, conversation.lm
+            )
 
     def send(self, text: str) -> Answer:
-        """Ask, and get the answer as it comes: an iterator over pieces as of ``stream``.
+        """Send a message. The answer is generated while the returned iterator is iterated over, in
+        pieces as of ``stream``.
 
         Raises:
-          ValueError: if there is no room for it, or the template refuses it; the chat stays as it
-            was.
+          ValueError: if the chat is full, or the template rejects the text. The chat is unchanged.
         """
-        with self._now.lock:
-            return self._ask(len(self._now.turns), text, 0)
+        with self._conversation.lock:
+            return self._ask(len(self._conversation.turns), text, 0)
 
     def edit(self, turn: int, text: str) -> Answer:
-        """Go back to before a turn, ``turns[turn]``, and ask another text instead; errors as of
-        ``send``."""
-        return self._ask(self._number(turn), text, 0)
+        """Send another text instead of ``turns[turn]``, and forget the turns after it. Raises
+        errors as ``send`` does."""
+        return self._ask(self._turn_index(turn), text, 0)
 
     def retry(self) -> Answer:
-        """Answer the last turn anew, with another seed: where nothing is drawn
-        (``temperature=0``) the answer is the same."""
-        number = self._number(-1)
-        turn = self._now.turns[number]
+        """Answer the last turn again, with another seed. Without sampling (``temperature=0``) the
+        answer is the same."""
+        number = self._turn_index(-1)
+        turn = self._conversation.turns[number]
         return self._ask(number, turn.user, turn.attempt + 1)
 
     def undo(self) -> Turn:
-        """Take the last turn back, and give it.
+        """Remove the last turn, and return it.
 
         Raises:
           ValueError: if there is none.
         """
-        with self._now.lock:
-            self._number(-1)
+        with self._conversation.lock:
+            self._turn_index(-1)
             self.close()
-            return self._now.turns.pop()
+            return self._conversation.turns.pop()
 
     def close(self) -> None:
-        """End the answer that runs, where there is one; it stays as far as it came."""
-        self._now.close()
+        """Stop an unfinished answer. The chat keeps what has been generated."""
+        self._conversation.close()
 
     @property
     def system(self) -> str | None:
-        """The system prompt. Where it becomes another one, the conversation is read again."""
+        """The system prompt. After a change the conversation is prefilled again."""
         return self._system
 
     @system.setter
     def system(self, text: str | None) -> None:
-        self._system = None if text is None else _text("system", text)
+        self._system = None if text is None else _check_text("system", text)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
         """All turns, the oldest first."""
-        turns, answer = self._now.turns, self._now.answer
+        turns, answer = self._conversation.turns, self._conversation.answer
         if answer is None:
             return tuple(turns)
         return (*turns[:-1], replace(turns[-1], answer=answer.text, tokens=tuple(answer.tokens)))
@@ -240,48 +242,54 @@ class Chat:
     @property
     def lm(self) -> LanguageModel:
         """The model."""
-        return self._now.lm
+        return self._conversation.lm
 
     @property
     def plain(self) -> bool:
-        """Whether there is no chat template."""
-        return self._now.rendering.plain
+        """Whether the chat has no template."""
+        return self._conversation.rendering.plain
 
     @property
     def stats(self) -> ChatStats:
-        """Its figures; those of an answer that runs are counted at its end."""
-        now = self._now
+        """Statistics; those of an unfinished answer are added at its end."""
+        conversation = self._conversation
+        turns, cached = conversation.turns, conversation.cached
+        room = None
+        if conversation.capacity is not None:
+            room = max(conversation.capacity - conversation.num_tokens, 0)
         return ChatStats(
-            turns=len(now.turns),
-            dropped=now.turns[-1].first if now.turns else 0,
-            **{name: now.counts[name] for name in _COUNTED},
-            held=len(now.held.tokens) if now.held else 0,
-            room=None if now.most is None else max(now.most - now.tokens, 0),
-            cache_bytes=dict(nbytes(now.held.cache)) if now.held else {},
+            turns=len(turns),
+            dropped=turns[-1].first if turns else 0,
+            **{name: conversation.counts[name] for name in _COUNTED},
+            held=len(cached.tokens) if cached else 0,
+            room=room,
+            cache_bytes=dict(nbytes(cached.cache)) if cached else {},
         )
 
     @without_mesh_context
     def _ask(self, number: int, text: str, attempt: int) -> Answer:
-        with self._now.lock:
-            return self._now.ask(
+        with self._conversation.lock:
+            return self._conversation.ask(
                 number,
-                _text("a text that is sent", text),
+                _check_text("a text that is sent", text),
                 attempt,
                 system=self.system,
-                drop=self._own["on_full"] == "drop",
-                seed=self._own["seed"],
+                drop=self._options["on_full"] == "drop",
+                seed=self._options["seed"],
                 settings=self.settings,
             )
 
-    def _number(self, turn: int) -> int:
-        """A turn's number, from the first on, of one that is there."""
-        count, turn = len(self._now.turns), as_python(turn)
+    def _turn_index(self, turn: int) -> int:
+        """Check the index of a turn, which may count from the end."""
+        count, turn = len(self._conversation.turns), as_python(turn)
         if isinstance(turn, bool) or not isinstance(turn, int) or not -count <= turn < count:
-            raise ValueError(f"turn {short_repr(turn)}: the chat has {count}, 0 the first")
+            raise ValueError(
+                f"turn {short_repr(turn)} does not exist: the chat has {count}, counted from 0"
+            )
         return turn % count
 
 
-def _text(name: str, text: str) -> str:
+def _check_text(name: str, text: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{name} must be a text, got {text!r:.80}")
+        raise ValueError(f"{name} must be a string, got {text!r:.80}")
     return text

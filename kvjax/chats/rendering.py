@@ -1,4 +1,8 @@
-"""A conversation as text and tokens."""
+"""A conversation as text and tokens.
+
+The tokens that the model sampled are kept: a tokenizer may split the same text differently, and
+then the cache could not be reused.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,16 +10,20 @@ from typing import Any
 
 from kvjax.policies.model_config import positions_needed
 
+PLAIN = "plain"
+"""The template that concatenates texts, for models without a chat template."""
+ON_FULL = ("stop", "drop")
+
 
 @dataclass(frozen=True)
 class Turn:
-    """What was asked, and what was answered.
+    """A message and its answer.
 
-    ``user``, ``answer``: their texts, the answer as far as it came; ``tokens``: the answer's, as
-    they were drawn; ``reason``: why it ended, as ``GenerationStats.stop_reasons``, ``"stopped"``
-    where it was stopped half way or an error ended it; None while it runs.
-    ``attempt``: how often it was answered before, by which its seed goes; ``first``: the first turn
-    that the model saw with it, where older ones were dropped.
+    ``user``, ``answer``: their texts; the answer so far while it is generated. ``tokens``: the
+    answer's, as they were sampled. ``reason``: why it ended, as in
+    ``GenerationStats.stop_reasons``; ``"stopped"`` if it was stopped early or by an error; None
+    while it is generated. ``attempt``: earlier answers to the same message, which change the seed.
+    ``first``: the first turn that the model saw with it, if older ones were dropped.
     """
 
     user: str
@@ -26,36 +34,34 @@ class Turn:
     first: int = 0
 
 
-PLAIN = "plain"
-"""The template of models that have none: texts one behind the other."""
-
 Message = Mapping[str, str]
 
 
 def messages_of(system: str | None, turns: Sequence[Turn], user: str) -> list[Message]:
-    """A conversation as templates have it, up to a text that is to be answered."""
-    found = [] if system is None else [{"role": "system", "content": system}]
+    """A conversation that ends with a message to answer, as chat templates take it."""
+    messages = [] if system is None else [{"role": "system", "content": system}]
     for turn in turns:
-        found.append({"role": "user", "content": turn.user})
-        found.append({"role": "assistant", "content": turn.answer})
-    return [*found, {"role": "user", "content": user}]
+        messages.append({"role": "user", "content": turn.user})
+        messages.append({"role": "assistant", "content": turn.answer})
+    return [*messages, {"role": "user", "content": user}]
 
 
 class Rendering:
-    """How messages become text and tokens.
+    """Renders messages to text and tokens, by a chat template or plainly.
 
-    ``plain``: a system prompt and each answer, and an empty line behind each of them; what is asked
-    stands right before its answer, which goes on with it. That is for models which continue texts.
+    ``plain``: the system prompt and each answer are followed by an empty line, and each user text
+    by its answer directly, for base models that continue a text.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> None:
-        """Choose: the checkpoint's template where ``template`` is None and it has one.
+        """If ``template`` is None, use the checkpoint's template if it has one, else plain text.
 
         Raises:
-          ValueError: if there is no tokenizer, or it can't render a template.
+          ValueError: if there is no tokenizer, it can't render templates, or an argument has the
+            wrong type.
         """
         if tokenizer is None:
-            raise ValueError("a chat is text, and the model has no tokenizer")
+            raise ValueError("a chat needs text, but the model has no tokenizer")
         if not isinstance(template, str | None) or template == "":
             raise ValueError(f"template must be Jinja text or {PLAIN!r}, got {template!r:.80}")
         if not isinstance(options, Mapping):
@@ -65,141 +71,152 @@ class Rendering:
         self.plain = template == PLAIN
         if not self.plain and not hasattr(tokenizer, "render"):
             raise ValueError(
-                f"the tokenizer, a {type(tokenizer).__name__}, renders no chat template: "
-                f"template={PLAIN!r} puts texts one behind the other"
+                f"a {type(tokenizer).__name__} can't render chat templates; use "
+                f"template={PLAIN!r}, which concatenates the texts"
             )
         if self.plain and options:
-            raise ValueError(f"a chat without a template has no options for it: {list(options)}")
+            raise ValueError(
+                f"template_options {list(options)} need a template, but this chat has none"
+            )
         self._tokenizer, self._template, self._options = tokenizer, template, dict(options)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The text of a conversation, up to where the answer begins; errors as of the template."""
+        """The text up to the point where the answer begins. Templates may raise errors."""
         if self.plain:
             ends = ("" if message["role"] == "user" else "\n\n" for message in messages)
             both = zip(messages, ends, strict=True)
             return "".join(message["content"] + end for message, end in both)
-        more = {} if self._template is None else {"template": self._template}
-        return self._tokenizer.render(messages, **more, **self._options)
+        template = {} if self._template is None else {"template": self._template}
+        return self._tokenizer.render(messages, **template, **self._options)
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """A text's tokens; a template writes the special ones itself."""
+        """The tokens of a text that begins a conversation or continues one. Templates write special
+        tokens themselves."""
         if begins:
             return self._tokenizer.encode(text, add_special_tokens=self.plain)
-        # Some tokenizers put a space before whatever they are given: behind another character it
-        # does not come about.
+        # Some tokenizers put a space before their input. After another character they don't.
         other = "\n" if text[0].isalnum() else "a"
-        before, whole = (
-            self._tokenizer.encode(each, add_special_tokens=False) for each in (other, other + text)
+        before, both = (
+            self._tokenizer.encode(part, add_special_tokens=False) for part in (other, other + text)
         )
-        if whole[: len(before)] == before:
-            return whole[len(before) :]
+        if both[: len(before)] == before:
+            return both[len(before) :]
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def length(self, before: Sequence[int], tokens: Sequence[int], answer: str) -> int | None:
-        """Characters of ``answer`` that ``tokens`` make, or None where they make another text: of
-        one that ends inside a token they lack a few."""
+        """The number of characters of ``answer`` that ``tokens`` decode to, or None if they decode
+        to another text. If the last character is incomplete, it is not counted."""
         stream = self._tokenizer.stream(before)
-        made = "".join(map(stream.push, tokens)) + stream.finish()
-        return len(made) if answer.startswith(made) else None
+        decoded = "".join(map(stream.push, tokens)) + stream.finish()
+        return len(decoded) if answer.startswith(decoded) else None
 
 
 Encode = Callable[[str, bool], list[int]]
-"""A text's tokens; and whether it begins a text, or goes on with one."""
+"""``(text, begins)``, as ``Rendering.encode``."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """``text``, its tokens ``ids``, and ``marks`` where both may be cut, behind answers: the number
-    of the turn, and how many characters and tokens there are up to there."""
+class TokenizedText:
+    """A text, its tokens ``ids``, and ``cuts`` after its answers, where both can be cut: the number
+    of the turn, and the characters and tokens up to there."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
-    marks: tuple[tuple[int, int, int], ...] = ()
+    cuts: tuple[tuple[int, int, int], ...] = ()
 
-    def before(self, turn: int) -> "Known":
-        """What is known of the turns before one."""
-        return Known(self.text, self.ids, tuple(mark for mark in self.marks if mark[0] < turn))
+    def before(self, turn: int) -> "TokenizedText":
+        """Without the cuts from a turn on."""
+        cuts = tuple(cut for cut in self.cuts if cut[0] < turn)
+        return TokenizedText(self.text, self.ids, cuts)
 
-    def of(self, text: str) -> "Known":
-        """What is known of another text: of its beginning."""
-        fits = [mark for mark in self.marks if text.startswith(self.text[: mark[1]])]
-        return Known(self.text, self.ids, tuple(fits))
+    def matching(self, text: str) -> "TokenizedText":
+        """With only the cuts up to which another text is the same."""
+        cuts = tuple(cut for cut in self.cuts if text.startswith(self.text[: cut[1]]))
+        return TokenizedText(self.text, self.ids, cuts)
 
-    def tokens(self, text: str, encode: Encode) -> list[int]:
-        """The tokens of a text: those that are known, and behind them what ``encode`` gives."""
-        fits = self.of(text).marks
-        if not fits:
+    def tokenize(self, text: str, encode: Encode) -> list[int]:
+        """The tokens of another text: the known ones up to the last cut, then encoded ones."""
+        cuts = self.matching(text).cuts
+        if not cuts:
             return encode(text, True)
-        _, characters, count = fits[-1]
+        _, characters, count = cuts[-1]
         rest = text[characters:]
         return [*self.ids[:count], *(encode(rest, False) if rest else ())]
 
-    def answered(
+    def with_answer(
         self, turn: int, text: str, ids: Sequence[int], answer: str, tokens: Sequence[int]
-    ) -> "Known":
-        """With a turn more: what was asked, its tokens, and what was answered, as far as ``tokens``
-        make it."""
-        marks = self.of(text).marks
+    ) -> "TokenizedText":
+        """A prompt's text and tokens, followed by those of the answer of a turn."""
+        cuts = self.matching(text).cuts
         text, ids = text + answer, (*ids, *tokens)
-        return Known(text, ids, (*marks, (turn, len(text), len(ids))))
+        return TokenizedText(text, ids, (*cuts, (turn, len(text), len(ids))))
 
 
-def common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens two texts begin with in common."""
+def common_length(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the longest common prefix of two token sequences."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
-WHEN_FULL = ("stop", "drop")
-
-
 @dataclass(frozen=True)
-class Plan:
-    """A conversation up to where an answer begins: its ``text``, its tokens ``ids``, and which turn
-    is the ``first`` in it."""
+class ChatPrompt:
+    """A conversation up to the point where an answer begins: its text, its tokens ``ids``, and the
+    first turn in it."""
 
     text: str
     ids: list[int]
     first: int
 
 
-def planned(
+def fit_prompt(
     rendering: Rendering,
-    known: Known,
+    tokenized: TokenizedText,
     system: str | None,
     turns: Sequence[Turn],
     user: str,
     *,
-    most: int | None,
+    capacity: int | None,
     new: int,
     drop: bool,
-) -> Plan:
-    """What is to be read for an answer to ``user`` behind ``turns``.
+) -> ChatPrompt:
+    """The prompt for an answer to ``user`` after ``turns``.
 
-    ``most``: tokens that there is room for; ``new``: those that the answer may have. Where ``drop``
-    lets old turns go, they do when that, or a quarter of the room, is not left, and then until half
-    of it is: what stands behind them must be read again, which should be seldom.
+    Args:
+      rendering: renders it.
+      tokenized: the tokens known so far.
+      system: the system prompt.
+      turns: earlier turns.
+      user: the message to answer.
+      capacity: tokens that the chat can hold, None for no limit.
+      new: the most tokens of the answer.
+      drop: whether to drop the oldest turns if fewer than ``new`` tokens, or a quarter of the
+        capacity, are left. Then turns are dropped until half of the capacity is free, because the
+        remaining ones have to be prefilled again, which should be rare.
 
     Raises:
       ValueError: if there is no room for an answer.
     """
 
-    def plan(first: int) -> Plan:
+    def prompt_from(first: int) -> ChatPrompt:
         text = rendering.text(messages_of(system, turns[first:], user))
-        return Plan(text, known.tokens(text, rendering.encode), first)
+        return ChatPrompt(text, tokenized.tokenize(text, rendering.encode), first)
 
-    found = plan(turns[-1].first if turns else 0)
-    if not found.ids:
-        raise ValueError("the text is empty: there is no token to answer to")
-    if most is None:
-        return found
-    if positions_needed(len(found.ids), min(new, most // 4) if drop else 1) <= most:
-        return found
-    while drop and found.first < len(turns) and len(found.ids) > most // 2:
-        found = plan(found.first + 1)
-    if len(found.ids) <= most:
-        return found
-    full = f"the chat comes to {len(found.ids)} tokens with this text, and has room for {most}: "
-    if drop:
-        raise ValueError(full + "all older turns were left out already")
-    raise ValueError(full + "take turns back, or let the oldest ones go (on_full='drop')")
+    prompt = prompt_from(turns[-1].first if turns else 0)
+    if not prompt.ids:
+        raise ValueError("the text is empty; there must be a token to answer")
+    if capacity is None:
+        return prompt
+    if positions_needed(len(prompt.ids), min(new, capacity // 4) if drop else 1) <= capacity:
+        return prompt
+    while drop and prompt.first < len(turns) and len(prompt.ids) > capacity // 2:
+        prompt = prompt_from(prompt.first + 1)
+    if len(prompt.ids) <= capacity:
+        return prompt
+    advice = (
+        "all older turns have been dropped already"
+        if drop
+        else "undo turns, or drop the oldest ones (on_full='drop')"
+    )
+    raise ValueError(
+        f"with this text the chat has {len(prompt.ids)} tokens, but can hold {capacity}: {advice}"
+    )

@@ -1,4 +1,8 @@
-"""Chats in folders: turns and settings as JSON, and the cache."""
+"""Chats in folders: turns, settings and statistics as JSON, and the cache.
+
+The cache is written first, with the tokens that it holds. So if writing is interrupted, the JSON
+file that is there still matches a prefix of the cache, which can be reused.
+"""
 
 import json
 import os
@@ -10,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.chats.conversation import Held
-from kvjax.chats.rendering import Known, Turn
+from kvjax.chats.conversation import ChatCache
+from kvjax.chats.rendering import TokenizedText, Turn
 from kvjax.core.array_folder import expand_user, report_format_errors
 from kvjax.core.errors import CheckpointError
 from kvjax.core.pytree import deserialize_static, serialize_static
@@ -19,61 +23,72 @@ from kvjax.generation.drafts.draft_model import PromptLookup
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.saving import fingerprint, load_cache, save_cache
 
-Kept = tuple[list[Turn], Known, Counter[str]]
+_NAME, _CACHE, _VERSION = "chat.json", "cache", 1
+_TEMPORARY = _NAME + ".new"
+
+State = tuple[list[Turn], TokenizedText, Counter[str]]
 
 
-def to_told(settings: Mapping[str, Any], turns: list[Turn], known: Known, counts: Counter) -> dict:
-    """What is written of a chat, all but its cache. Settings that are no data, as a hook, are named
-    alone."""
-    plain, others = {}, []
+def to_json(
+    settings: Mapping[str, Any],
+    turns: list[Turn],
+    tokenized: TokenizedText,
+    counts: Counter[str],
+) -> dict[str, Any]:
+    """All of a chat but its cache. Of settings that are not JSON data, such as a hook, only the
+    names are written."""
+    saved, others = {}, []
     for name, value in settings.items():
         try:
-            plain[name] = json.loads(json.dumps(_written(name, value), default=_number))
+            saved[name] = json.loads(json.dumps(_setting_to_json(name, value), default=_number))
         except TypeError:
             others.append(name)
     return {
-        "settings": plain,
+        "settings": saved,
         "others": others,
         "turns": [asdict(turn) for turn in turns],
-        "known": asdict(known),
+        "known": {"text": tokenized.text, "ids": tokenized.ids, "marks": tokenized.cuts},
         "counts": dict(counts),
     }
 
 
-def from_told(
-    folder: str | Path, told: Mapping[str, Any], given: Mapping[str, Any]
-) -> tuple[dict[str, Any], Kept]:
-    """A chat's settings, some of which are ``given`` anew, and the rest of it.
+def from_json(
+    folder: str | Path, data: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], State]:
+    """A chat's settings, with ``overrides``, and its state.
 
     Raises:
-      CheckpointError: if something is not as it was written.
-      ValueError: if a setting that could not be saved is not given.
+      CheckpointError: if the data does not have the expected form.
+      ValueError: if a setting that could not be saved is not in ``overrides``.
     """
     with report_format_errors(folder):
-        settings = {name: _read(name, value) for name, value in told["settings"].items()}
-        turns = [Turn(**each | {"tokens": tuple(each["tokens"])}) for each in told["turns"]]
-        known = told["known"]
-        known = Known(known["text"], tuple(known["ids"]), tuple(map(tuple, known["marks"])))
-        missing = [name for name in told["others"] if name not in given]
-        counts = Counter(told["counts"])
+        settings = {
+            name: _setting_from_json(name, value) for name, value in data["settings"].items()
+        }
+        turns = [Turn(**turn | {"tokens": tuple(turn["tokens"])}) for turn in data["turns"]]
+        known = data["known"]
+        cuts = tuple(map(tuple, known["marks"]))
+        tokenized = TokenizedText(known["text"], tuple(known["ids"]), cuts)
+        missing = [name for name in data["others"] if name not in overrides]
+        counts = Counter(data["counts"])
         if not all(isinstance(turn.user, str) and isinstance(turn.answer, str) for turn in turns):
             raise CheckpointError(f"{folder}: a turn has no text")
     if missing:
-        raise ValueError(f"{folder}: {missing[0]} could not be saved: give it again")
-    return {**settings, **given}, (turns, known, counts)
+        raise ValueError(f"{folder}: {missing[0]} could not be saved; give it again")
+    return {**settings, **overrides}, (turns, tokenized, counts)
 
 
-def _written(name: str, value: Any) -> Any:
+def _setting_to_json(name: str, value: Any) -> Any:
     if name == "cache":
         return json.loads(serialize_static((tuple(value) if isinstance(value, list) else value,)))
     if name == "logit_bias" and value is not None:
-        return list(value.items())  # JSON has texts alone as keys
+        return list(value.items())  # keys of JSON objects are strings
     if isinstance(value, PromptLookup):
         return asdict(value)
     return value
 
 
-def _read(name: str, value: Any) -> Any:
+def _setting_from_json(name: str, value: Any) -> Any:
     if name == "cache":
         (value,) = deserialize_static(json.dumps(value).encode())
         return list(value) if isinstance(value, tuple) else value
@@ -87,69 +102,67 @@ def _read(name: str, value: Any) -> Any:
 def _number(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
-    raise TypeError(f"{value!r:.80} is no data")
-
-
-_NAME, _CACHE, _FORM = "chat.json", "cache", 1
-_BESIDE = _NAME + ".new"
+    raise TypeError(f"{value!r:.80} can't be written as JSON")
 
 
 def write(
-    folder: str | Path, told: Mapping[str, Any], held: Held | None, lm: LanguageModel
+    folder: str | Path, data: Mapping[str, Any], cached: ChatCache | None, lm: LanguageModel
 ) -> None:
-    """Write a chat into a folder: a new one, an empty one, or one of a chat.
+    """Write a chat into a folder that is new, empty, or holds a chat.
 
     Raises:
-      CheckpointError: if something else stands there.
+      CheckpointError: if the folder holds something else.
     """
     folder, model = expand_user(folder), fingerprint(lm)
-    ours = {_NAME, _CACHE, _BESIDE}
+    ours = {_NAME, _CACHE, _TEMPORARY}
     if folder.exists() and not (folder.is_dir() and {x.name for x in folder.iterdir()} <= ours):
-        raise CheckpointError(f"{folder}: there is something else, which is not written over")
-    words = json.dumps(
-        {"form": _FORM, "model": model, "cache": held is not None, **told},
+        raise CheckpointError(f"{folder}: exists and is not a chat, which is not overwritten")
+    text = json.dumps(
+        {"form": _VERSION, "model": model, "cache": cached is not None, **data},
         ensure_ascii=False,
         indent=1,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    if held is not None:
-        save_cache(folder / _CACHE, held.cache, model=model, tokens=[held.tokens])
-    with (folder / _BESIDE).open("w", encoding="utf-8") as file:
-        file.write(words)
+    if cached is not None:
+        save_cache(folder / _CACHE, cached.cache, model=model, tokens=[cached.tokens])
+    with (folder / _TEMPORARY).open("w", encoding="utf-8") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    (folder / _BESIDE).replace(folder / _NAME)
+    (folder / _TEMPORARY).replace(folder / _NAME)
 
 
 def read(
     folder: str | Path, lm: LanguageModel, max_len: int | None
-) -> tuple[dict[str, Any], Held | None]:
-    """What was told, and what the cache holds.
+) -> tuple[dict[str, Any], ChatCache | None]:
+    """The JSON data of a chat, and its cache.
 
     Raises:
-      CheckpointError: if there is no chat, it is of another model, or a file was cut or changed.
-      ValueError: if ``max_len`` is less than the cache holds.
+      CheckpointError: if there is no chat, it belongs to another model, or a file is damaged.
+      ValueError: if the cache holds more than ``max_len`` tokens.
     """
     folder = expand_user(folder)
     file = folder / _NAME
     try:
-        told = json.loads(file.read_text(encoding="utf-8"))
-        form, model, cached = told["form"], told["model"], told["cache"]
+        data = json.loads(file.read_text(encoding="utf-8"))
+        version, model, has_cache = data["form"], data["model"], data["cache"]
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: no chat was saved there: it has no {_NAME}") from None
+        raise CheckpointError(f"{folder}: no chat was saved there, it has no {_NAME}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{file}: was cut or changed: {error}") from None
-    if form != _FORM:
-        raise CheckpointError(f"{file}: form {form!r}, and this version reads {_FORM}")
+        raise CheckpointError(f"{file}: is damaged: {error}") from None
+    if version != _VERSION:
+        raise CheckpointError(
+            f"{file}: has format {version!r}, but this version of kvjax reads {_VERSION}"
+        )
     if model != (own := fingerprint(lm)):
         raise CheckpointError(
-            f"{folder}: a chat with the model {model}, and this one is {own}: its tokens and its "
-            "cache are of no use to another"
+            f"{folder}: is a chat with the model {model}, but this is {own}, which can't use its "
+            "tokens and cache"
         )
-    if not cached:
-        return told, None
-    cache, texts = load_cache(folder / _CACHE, model=own, max_len=max_len, mesh=lm.mesh)
+    if not has_cache:
+        return data, None
+    cache, sequences = load_cache(folder / _CACHE, model=own, max_len=max_len, mesh=lm.mesh)
     with report_format_errors(folder):
-        if texts is None or len(texts) != 1:
-            raise ValueError(f"a cache of {len(texts or ())} texts")
-        return told, Held(cache, tuple(texts[0]))
+        if sequences is None or len(sequences) != 1:
+            raise ValueError(f"a cache with {len(sequences or ())} sequences")
+        return data, ChatCache(cache, tuple(sequences[0]))

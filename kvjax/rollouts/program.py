@@ -1,4 +1,4 @@
-"""Rollouts: generation as one program, from parameters that change at every step."""
+"""``rollout``: generation as one program, whose parameters are an argument."""
 
 import functools
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from kvjax.cache.checks import validated
 from kvjax.cache.creation import allocate
@@ -48,16 +49,11 @@ from kvjax.policies.model_config import (
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.results import Rollout
 from kvjax.sampling.history import TokenHistory
-from kvjax.sampling.params import (
-    Filters,
-    SamplingArrays,
-    SamplingKeywords,
-    prepare_sampling,
-)
+from kvjax.sampling.params import Filters, SamplingArrays, SamplingKeywords, prepare_sampling
 
 
 class RolloutSettings(SamplingKeywords, total=False):
-    """How tokens are drawn, and what else is compiled in."""
+    """How tokens are sampled. Hooks and the kinds of filters are compiled into the program."""
 
     repetition_penalty: float | None
     frequency_penalty: float | None
@@ -67,68 +63,6 @@ class RolloutSettings(SamplingKeywords, total=False):
     min_new_tokens: int
     eos_token_ids: Any
     logits_hook: Any
-
-
-def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
-    """Prompts as int32[batch, prompt] and int32[batch].
-
-    Raises:
-      ValueError: if they are none.
-    """
-    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
-        rows = tokenize_prompts(lm, prompts, [])
-        width = longest = max(map(len, rows))
-        if same_rotary(lm.config, 1, UNLIMITED):  # padding would change frequencies of a length
-            width = max(16, 1 << (longest - 1).bit_length())
-            most = (position_limit(lm.config) or UNLIMITED) - positions_needed(0, new)
-            width = max(longest, min(width, most))
-        tokens = np.zeros((len(rows), width), np.int32)
-        for row, ids in enumerate(rows):
-            tokens[row, : len(ids)] = ids
-        return tokens, np.array([len(ids) for ids in rows], np.int32)
-    tokens, lengths = prompts
-    if np.shape(lengths) != np.shape(tokens)[:1]:
-        raise ValueError(
-            f"prompts are tokens [batch, prompt] and lengths [batch], got {list(np.shape(tokens))} "
-            f"and {list(np.shape(lengths))}"
-        )
-    for name, each in (("tokens", tokens), ("lengths", lengths)):
-        if not jnp.issubdtype(jnp.result_type(each), jnp.integer):
-            raise ValueError(f"{name} of prompts are whole numbers, got {jnp.result_type(each)}")
-    if not any(map(is_traced, (tokens, lengths))):
-        known = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
-        for row, (ids, real) in enumerate(known):
-            if not 1 <= real <= len(ids):
-                raise ValueError(f"prompt {row} has {real} tokens, and must have 1 to {len(ids)}")
-            check_token_ids(lm.config, ids[:real].tolist(), f"prompt {row}")
-    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
-
-
-def drawing_of(
-    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
-) -> tuple[Filters, SamplingArrays]:
-    """How tokens are drawn, with a seed that may be traced."""
-    given: dict[str, Any] = {"temperature": 1.0, **settings}
-    least = as_int("min_new_tokens", given.pop("min_new_tokens", 0), 0)
-    if least > new:
-        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {new}")
-    ends = parse_eos_token_ids(lm, given.pop("eos_token_ids", None))
-    bias = parse_logit_bias(lm.config, given.pop("logit_bias", None))
-    filters, found = prepare_sampling(
-        seeds=range(rows), eos_token_ids=ends, min_new_tokens=least, logit_bias=bias, **given
-    )
-    filters = replace(filters, mesh=lm.mesh is not None)
-    if not is_traced(seed) and not isinstance(seed, jax.Array):
-        seed = np.uint32(_below(seed))
-    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
-    return filters, replace(found, seeds=jnp.stack([jnp.asarray(found.seeds[:, 0]), high], axis=1))
-
-
-def _below(seed: Any) -> int:
-    """A seed, or a ``ValueError``."""
-    if as_int("seed", seed, 0) >= 2**32:
-        raise ValueError(f"seed is {seed}, and must be below 2**32")
-    return int(seed)
 
 
 @explicit_signature(RolloutSettings)
@@ -147,30 +81,34 @@ def rollout(
     put: bool | Callable[[Any], Any] = False,
     **settings: Unpack[RolloutSettings],
 ) -> Rollout:
-    """Draw ``n`` continuations of each prompt from parameters that are an argument: new ones at
-    every step compile nothing and copy nothing. One program, which may stand inside ``jit``.
+    """Sample ``n`` continuations of each prompt, for a training loop.
+
+    The parameters are an argument: new ones in every step neither compile nor copy anything. A
+    rollout is one program, and may be called inside ``jit``.
 
     Args:
-      lm: the model; its own parameters are not used.
-      params: of the same names, shapes and dtypes.
-      prompts: as of ``generate``; or int32[batch, prompt], padded on the right, and int32[batch],
-        how many are real, arrays that may be traced (then a row that is no prompt is ``broken``).
-        Programs are compiled for a width: texts are padded to a power of two, from 16 up, but for
-        a model whose rotary frequencies depend on the length of its text, which goes by the width.
-      n: continuations of each, which share its one prefill, and in a paged cache its full pages.
-      max_new_tokens: a row ends after so many.
-      seed: a whole number below 2**32, or uint32[], which may be traced. Row ``i`` draws as that of
-        ``generate(seed=seed * 2**32 + i)``: rows of other seeds are never the same.
-      cache: a policy, its name, or one a layer. On a mesh, ``data`` must divide the prompts.
-      buffer: the ``cache`` of an earlier rollout of the same shapes, whose memory is used again; it
-        is used up, by donation. Without it an empty one is made, for the same program.
-      put: True for parameters of another dtype or sharding than the model's own, such as a
-        trainer's: they go through ``lm.put`` first. Or a function of them.
-      temperature: 1 by default. It, the filters and ``logits_hook`` are those of ``generate``.
+      lm: the model. Its own parameters are not used.
+      params: parameters with the same names, shapes and dtypes.
+      prompts: as for ``generate``; or a pair of arrays, int32[batch, prompt], padded on the right,
+        and int32[batch], the number of tokens in each row. These may be traced; then rows with an
+        invalid prompt are ``broken``. Each width compiles a program. Lists are padded to a power of
+        two, at least 16, unless the model's rotary frequencies depend on the length.
+      n: continuations of each prompt. They share one prefill, and the prompt's full pages if the
+        cache is paged.
+      max_new_tokens: the most new tokens of a row.
+      seed: an integer below 2**32, or uint32[], which may be traced. Row ``i`` uses the random
+        numbers of ``generate(seed=seed * 2**32 + i)``, so rows of different seeds never share any.
+      cache: a policy, its name, or a list with one for each layer. On a mesh, the size of the
+        ``data`` axis must divide the number of prompts.
+      buffer: the ``cache`` of an earlier rollout with the same shapes, whose memory is reused. It
+        is donated. Without it, an empty cache is made; the program is the same.
+      put: True if the parameters have other dtypes or shardings than the model's, as a trainer's
+        may have: they are passed through ``lm.put``. Or a function that converts them.
+      temperature: 1 by default. Temperature, filters and ``logits_hook`` are as for ``generate``.
 
     Raises:
-      ValueError: as of ``generate``; if the parameters are those of another model, or the buffer is
-        not of these shapes.
+      ValueError: as ``generate``; if the parameters don't match the model's, or the buffer has
+        other shapes.
     """
     check_model(lm, inside=True)
     if put:
@@ -180,42 +118,103 @@ def rollout(
     samples = as_int("n", n, 1)
     tokens, lengths = prompt_arrays(lm, prompts, new)
     rows, width = tokens.shape[0] * samples, tokens.shape[1]
-    filters, drawing = drawing_of(lm, rows, new, seed, settings)
+    filters, sampling = sampling_of(lm, rows, new, seed, settings)
     capacity = choose_capacity(lm.config, width, new, None, None)
     if budget_of(cache) is not None:
         raise ValueError(
-            "policy('auto') moves its layers while it runs, and a rollout is one program"
+            "policy('auto') moves layers while it runs, but a rollout is one program; give another "
+            "policy"
         )
-    # Of a page the prompts may have any part, and be as long as they are wide or shorter.
-    texts = range(max(1, width - MAX_PAGE_SIZE + 1), width + 1)
-    policy = size_pools(lm.config, cache, texts, new, samples, rows=tokens.shape[0])
-    made = _Made(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
+    # A prompt may have any length up to the width, and fill any part of its last page.
+    possible = range(max(1, width - MAX_PAGE_SIZE + 1), width + 1)
+    policy = size_pools(lm.config, cache, possible, new, samples, rows=tokens.shape[0])
+    spec = _CacheSpec(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
     if buffer is None:
-        buffer = _empty(made, samples)
+        buffer = _empty(spec, samples)
     else:
-        _check_buffer(buffer, _abstract(made, samples))
-    # What is committed makes the results so: parameters of the next step would be, and this one's.
+        _check_buffer(buffer, _abstract(spec, samples))
+    # Committed arguments give committed results, which are the next step's arguments: commit both
+    # alike, or the second step would compile again.
     params = commit_like(without_weak_types(params), buffer)
     buffer = commit_like(buffer, params)
-    return _rolled(
-        lm.architecture, filters, made, samples, new, params, tokens, lengths, drawing, buffer
+    return _rollout(
+        lm.architecture, filters, spec, samples, new, params, tokens, lengths, sampling, buffer
     )
 
 
+def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
+    """Prompts as tokens, int32[batch, prompt], and lengths, int32[batch].
+
+    Raises:
+      ValueError: if they are not valid prompts.
+    """
+    if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
+        rows = tokenize_prompts(lm, prompts, [])
+        width = longest = max(map(len, rows))
+        if same_rotary(lm.config, 1, UNLIMITED):  # otherwise padding would change the frequencies
+            width = max(16, 1 << (longest - 1).bit_length())
+            most = (position_limit(lm.config) or UNLIMITED) - positions_needed(0, new)
+            width = max(longest, min(width, most))
+        tokens = np.zeros((len(rows), width), np.int32)
+        for row, ids in enumerate(rows):
+            tokens[row, : len(ids)] = ids
+        return tokens, np.array([len(ids) for ids in rows], np.int32)
+    tokens, lengths = prompts
+    if np.shape(lengths) != np.shape(tokens)[:1]:
+        raise ValueError(
+            "prompts must be tokens [batch, prompt] and lengths [batch], got shapes "
+            f"{list(np.shape(tokens))} and {list(np.shape(lengths))}"
+        )
+    for name, array in (("tokens", tokens), ("lengths", lengths)):
+        dtype = jnp.result_type(array)
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise ValueError(f"{name} of prompts must be integers, got {dtype}")
+    if not any(map(is_traced, (tokens, lengths))):
+        rows = zip(np.asarray(tokens), np.asarray(lengths), strict=True)
+        for row, (ids, length) in enumerate(rows):
+            if not 1 <= length <= len(ids):
+                raise ValueError(f"prompt {row} has length {length}, but must have 1 to {len(ids)}")
+            check_token_ids(lm.config, ids[:length].tolist(), f"prompt {row}")
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def sampling_of(
+    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
+) -> tuple[Filters, SamplingArrays]:
+    """The static and the traced part of the sampling settings; the seed may be traced."""
+    keywords: dict[str, Any] = {"temperature": 1.0, **settings}
+    min_new = as_int("min_new_tokens", keywords.pop("min_new_tokens", 0), 0)
+    if min_new > new:
+        raise ValueError(f"min_new_tokens is {min_new}, but max_new_tokens is only {new}")
+    eos = parse_eos_token_ids(lm, keywords.pop("eos_token_ids", None))
+    bias = parse_logit_bias(lm.config, keywords.pop("logit_bias", None))
+    filters, sampling = prepare_sampling(
+        seeds=range(rows), eos_token_ids=eos, min_new_tokens=min_new, logit_bias=bias, **keywords
+    )
+    filters = replace(filters, mesh=lm.mesh is not None)
+    if not is_traced(seed) and not isinstance(seed, jax.Array):
+        if as_int("seed", seed, 0) >= 2**32:
+            raise ValueError(f"seed is {seed}, but must be below 2**32")
+        seed = np.uint32(int(seed))
+    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
+    seeds = jnp.stack([jnp.asarray(sampling.seeds[:, 0]), high], axis=1)
+    return filters, replace(sampling, seeds=seeds)
+
+
 @dataclass(frozen=True, eq=False)
-class _Made:
-    """How a cache is made: equal where all is that a cache goes by."""
+class _CacheSpec:
+    """How to make a cache. Equal for models that differ only in what a cache does not depend on."""
 
     config: Any
     policy: Any
     batch: int
     capacity: int
-    mesh: Any
+    mesh: Mesh | None
 
     def __post_init__(self) -> None:
         policy, config = self.policy, self.config
         policy = tuple(policy) if isinstance(policy, list) else policy
-        # Of every rollout, several times.
+        # Computed once: every rollout compares it several times.
         vars(self)["_key"] = (
             layer_heads(config),
             str(model_dtype(config)),
@@ -234,10 +233,10 @@ class _Made:
         return hash(vars(self)["_key"])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Made) and vars(self)["_key"] == vars(other)["_key"]
+        return isinstance(other, _CacheSpec) and vars(self)["_key"] == vars(other)["_key"]
 
-    def __call__(self) -> KVCache:
-        """The empty cache."""
+    def make(self) -> KVCache:
+        """An empty cache."""
         return allocate(
             self.config,
             self.policy,
@@ -248,60 +247,59 @@ class _Made:
         )
 
 
-@functools.partial(jax.jit, static_argnames=("made", "n"))
-def _empty(made: _Made, n: int) -> KVCache:
-    """A buffer for the first rollout: with one, its program is that of all the others."""
-    return repeat(made(), n)
+@functools.partial(jax.jit, static_argnames=("spec", "n"))
+def _empty(spec: _CacheSpec, n: int) -> KVCache:
+    """The buffer of a first rollout, so that its program is the same as the later ones'."""
+    return repeat(spec.make(), n)
 
 
 @functools.lru_cache(maxsize=64)
-def _abstract(made: _Made, n: int) -> KVCache:
-    """The cache that a rollout gives, as shapes."""
-    return jax.eval_shape(lambda: repeat(made(), n))
+def _abstract(spec: _CacheSpec, n: int) -> KVCache:
+    """The cache that a rollout returns, as shapes."""
+    return jax.eval_shape(lambda: repeat(spec.make(), n))
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("model", "filters", "made", "n", "new"),
+    static_argnames=("model", "filters", "spec", "n", "new"),
     donate_argnames="buffer",
-    keep_unused=True,  # a buffer's numbers are not looked at: its memory is taken
+    keep_unused=True,  # the buffer's values are not used, only its memory
 )
-def _rolled(
+def _rollout(
     model: Model,
     filters: Filters,
-    made: _Made,
+    spec: _CacheSpec,
     n: int,
     new: int,
     params: Any,
     tokens: Tokens,
     lengths: PerRow,
-    drawing: SamplingArrays,
+    sampling: SamplingArrays,
     buffer: KVCache,
 ) -> Rollout:
-    """The program of a rollout."""
-    cache = reset(buffer) if n == 1 else made()
+    cache = reset(buffer) if n == 1 else spec.make()
     logits, cache = model.apply(params, tokens, cache, lengths=lengths, last_only=True)
     if n > 1:
         cache, logits = repeat(cache, n), jnp.repeat(logits, n, axis=0)
         tokens, lengths = (jnp.repeat(x, n, axis=0) for x in (tokens, lengths))
     rows, width = tokens.shape
     context, limit = Cached(cache), jnp.int32(new)
-    at = arange_row(width + new)
-    text = jnp.where(at < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
-    real = at[:, :width] < lengths[:, None]
+    index = arange_row(width + new)
+    sequences = jnp.where(index < lengths[:, None], jnp.pad(tokens, ((0, 0), (0, new))), 0)
+    in_prompt = index[:, :width] < lengths[:, None]
     unknown = (tokens < 0) | (tokens >= logits.shape[-1])
-    wrong = (lengths < 1) | (lengths > width) | jnp.any(unknown & real, axis=1)
-    past = _past(filters, text, lengths, logits.shape[-1])
+    invalid = (lengths < 1) | (lengths > width) | jnp.any(unknown & in_prompt, axis=1)
+    past = _history(filters, sequences, lengths, logits.shape[-1])
     progress, past, first = choose_first(
-        gather_vocab(logits[:, 0], context), filters, drawing, limit, past, 0
+        gather_vocab(logits[:, 0], context), filters, sampling, limit, past, 0
     )
     progress = replace(
         progress,
-        count=jnp.where(wrong, 0, progress.count),
-        done=progress.done | wrong,
-        broken=progress.broken | wrong,
+        count=jnp.where(invalid, 0, progress.count),
+        done=progress.done | invalid,
+        broken=progress.broken | invalid,
     )
-    start = progress.token[:, None]
+    first_token = progress.token[:, None]
     context, progress, _, out, scores = decode_loop(
         model,
         filters,
@@ -309,7 +307,7 @@ def _rolled(
         context,
         progress,
         past,
-        drawing,
+        sampling,
         limit,
         limit - 1,
         0,
@@ -319,45 +317,51 @@ def _rolled(
     assert first is not None and scores is not None and context.cache is not None
     chosen, logprobs, drawn = (
         jnp.concatenate([x, y], axis=1)[:, :new]
-        for x, y in ((start, out), (first.chosen, scores.chosen), (first.drawn, scores.drawn))
+        for x, y in (
+            (first_token, out),
+            (first.chosen, scores.chosen),
+            (first.drawn, scores.drawn),
+        )
     )
     real = arange_row(new) < progress.count[:, None]
     where = jnp.where(real, lengths[:, None] + arange_row(new), width + new)
-    text = text.at[jnp.arange(rows, dtype=jnp.int32)[:, None], where].set(chosen, mode="drop")
-    ended = jnp.any(progress.token[:, None] == drawing.eos, axis=-1) & (progress.count > 0)
+    row_index = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    ended = jnp.any(progress.token[:, None] == sampling.eos, axis=-1) & (progress.count > 0)
     return Rollout(
-        text,
-        lengths,
-        progress.count,
-        jnp.where(real, logprobs, 0),
-        jnp.where(real, drawn, 0),
-        ended,
-        progress.broken,
-        context.cache,
+        tokens=sequences.at[row_index, where].set(chosen, mode="drop"),
+        prompt_lengths=lengths,
+        lengths=progress.count,
+        logprobs=jnp.where(real, logprobs, 0),
+        drawn=jnp.where(real, drawn, 0),
+        ended=ended,
+        broken=progress.broken,
+        cache=context.cache,
     )
 
 
-def _past(filters: Filters, text: Array, lengths: PerRow, vocab: int) -> TokenHistory | None:
-    """What filters or a hook go by, from the prompts."""
+def _history(
+    filters: Filters, sequences: Array, lengths: PerRow, vocab: int
+) -> TokenHistory | None:
+    """The prompts, in the form that filters and hooks need."""
     if not filters.needs_seen and not filters.needs_tokens:
         return None
-    rows = jnp.arange(text.shape[0], dtype=jnp.int32)[:, None]
+    rows = jnp.arange(sequences.shape[0], dtype=jnp.int32)[:, None]
     seen = None
     if filters.needs_seen:
-        real = arange_row(text.shape[1]) < lengths[:, None]
-        seen = jnp.zeros((text.shape[0], vocab), bool)
-        seen = seen.at[rows, jnp.where(real, text, vocab)].set(True, mode="drop")
-    return TokenHistory(seen, text, lengths) if filters.needs_tokens else TokenHistory(seen)
+        real = arange_row(sequences.shape[1]) < lengths[:, None]
+        seen = jnp.zeros((sequences.shape[0], vocab), bool)
+        seen = seen.at[rows, jnp.where(real, sequences, vocab)].set(True, mode="drop")
+    return TokenHistory(seen, sequences, lengths) if filters.needs_tokens else TokenHistory(seen)
 
 
-def _check_buffer(buffer: KVCache, wanted: KVCache) -> None:
-    """Raise ``ValueError`` for a buffer that can't be used again."""
+def _check_buffer(buffer: KVCache, expected: KVCache) -> None:
+    """Raise ``ValueError`` if a buffer can't be reused."""
     validated("kvjax.rollout", buffer)
-    shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(buffer)]
-    if jax.tree.structure(buffer) != jax.tree.structure(wanted) or shapes != [
-        (x.shape, x.dtype) for x in jax.tree.leaves(wanted)
-    ]:
+    shapes, expected_shapes = (
+        [(x.shape, x.dtype) for x in jax.tree.leaves(cache)] for cache in (buffer, expected)
+    )
+    if jax.tree.structure(buffer) != jax.tree.structure(expected) or shapes != expected_shapes:
         raise ValueError(
-            f"the buffer, {buffer!r:.60}..., is not of this rollout's policy and shapes: give the "
-            "cache of one with the same prompts' width, n and max_new_tokens, or none"
+            f"the buffer, {buffer!r:.60}..., does not have this rollout's policy and shapes; "
+            "give the cache of a rollout with the same prompt width, n and max_new_tokens, or none"
         )

@@ -1,4 +1,4 @@
-"""What a rollout gives: arrays of fixed shapes."""
+"""``Rollout``: the result of a rollout, in arrays of fixed shapes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,16 +15,17 @@ from kvjax.core.typing import Array
 
 @pytree_dataclass
 class Rollout:
-    """Rows of text, ``n`` for each prompt, one behind the other.
+    """Sampled continuations, one row each. The ``n`` rows of a prompt are consecutive.
 
-    ``tokens``: int32[rows, prompt + new], each row's prompt, its new tokens right behind it, and
-    padding; ``prompt_lengths`` and ``lengths``: int32[rows], how many of either are real.
-    ``logprobs``: float32[rows, new], of each new token by the model's own distribution, and
-    ``drawn``, by the one that it was drawn from, behind temperature and filters; 0 behind the last.
-    ``ended``: bool[rows], by an end token, which is the row's last; the others came to their limit.
-    ``broken``: bool[rows], whose logits were not finite numbers, or whose traced prompt is none:
-    nothing was drawn from these; the other rows go on.
-    ``cache``: the texts but for their last tokens, and the buffer for the next rollout.
+    ``tokens``: int32[rows, prompt + new], each row's prompt, its new tokens directly after it, then
+    padding; ``prompt_lengths``, ``lengths``: int32[rows], the number of prompt and of new tokens.
+    ``logprobs``: float32[rows, new], the log-probability of each new token in the model's own
+    distribution; ``drawn``: in the distribution that it was sampled from, after temperature and
+    filters; both 0 after a row's last token.
+    ``ended``: bool[rows], rows that end with an end token; the others reached their limit.
+    ``broken``: bool[rows], rows with logits that are not finite, or with an invalid traced prompt;
+    nothing was sampled from these logits, and other rows are not affected.
+    ``cache``: holds all tokens of each row but the last. Give it as ``buffer`` to the next rollout.
     """
 
     tokens: Array
@@ -39,45 +40,46 @@ class Rollout:
     @property
     @allow_host_to_device
     def mask(self) -> Array:
-        """Where new tokens stand in ``tokens``: bool[rows, prompt + new]."""
-        at = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
-        return (at >= 0) & (at < self.lengths[:, None])
+        """bool[rows, prompt + new], the positions of new tokens in ``tokens``."""
+        index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        return (index >= 0) & (index < self.lengths[:, None])
 
     @property
     @allow_host_to_device
     def new_tokens(self) -> Array:
-        """int32[rows, new], 0 behind the last of a row."""
+        """int32[rows, new], the new tokens, 0 after the last of a row."""
         new = self.logprobs.shape[1]
         at = self.prompt_lengths[:, None] + arange_row(new)
-        found = jnp.take_along_axis(self.tokens, at, axis=1)
-        return jnp.where(arange_row(new) < self.lengths[:, None], found, 0)
+        tokens = jnp.take_along_axis(self.tokens, at, axis=1)
+        return jnp.where(arange_row(new) < self.lengths[:, None], tokens, 0)
 
     @allow_host_to_device
     def beside(self, numbers: Array) -> Array:
-        """Numbers of the new tokens, [rows, new], where these stand in ``tokens``: [rows, prompt +
-        new], 0 elsewhere. So a trainer's pass over ``tokens`` is compared with ``drawn``."""
-        at = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
-        found = jnp.take_along_axis(numbers, jnp.clip(at, 0, numbers.shape[1] - 1), axis=1)
-        return jnp.where(self.mask, found, 0)
+        """Move values of new tokens, [rows, new], to the positions of these tokens in ``tokens``:
+        [rows, prompt + new], 0 elsewhere. For example, ``rollout.beside(rollout.drawn)`` aligns
+        with the log-probabilities that a training step computes for ``tokens``."""
+        index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
+        index = jnp.clip(index, 0, numbers.shape[1] - 1)
+        return jnp.where(self.mask, jnp.take_along_axis(numbers, index, axis=1), 0)
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why each row ended, ``"eos"`` or ``"length"``; waits for the device."""
-        return tuple("eos" if each else "length" for each in fetch(self.ended))
+        """Why each row ended, ``"eos"`` or ``"length"``. Waits for the device."""
+        return tuple("eos" if ended else "length" for ended in fetch(self.ended))
 
     def check(self) -> "Rollout":
-        """The same; waits for the device.
+        """Raise errors that a program can't raise, and return the rollout. Waits for the device.
 
         Raises:
-          NonFiniteError: if a row's logits were not finite numbers, or its prompt, which was
-            traced, has no length or a token that the model has not.
-          ValueError: as ``kvjax.check`` of the cache.
+          NonFiniteError: if a row has logits that are not finite, or a traced prompt without tokens
+            or with tokens outside of the vocabulary.
+          ValueError: as ``kvjax.check`` for the cache.
         """
         broken = np.flatnonzero(fetch(self.broken))
         if broken.size:
             rows = ", ".join(map(str, broken))
             raise NonFiniteError(
-                f"the logits of row(s) {rows} are not finite numbers, or their prompts no tokens"
+                f"row(s) {rows} have logits that are not finite, or prompts that are not valid"
             )
         check(self.cache)
         return self
