@@ -567,7 +567,7 @@ def streaming(policy):
 @pytest.mark.slow
 def test_a_stream_that_is_let_go_gives_its_pages_back():
     lm, tree, running = streaming("raw")
-    with pytest.raises(ValueError, match="pages are leased to a stream that has not finished"):
+    with pytest.raises(ValueError, match="pages are leased to an unfinished stream"):
         kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)
     del running
     result = kvjax.generate(lm, [list(range(40))], prefix_cache=tree, max_new_tokens=2)
@@ -709,7 +709,7 @@ def test_what_is_refused_leaves_all_texts():
     assert asked(tree, lm, [text]) == [64] and tree.stats().dropped == 0
     lease = tree.lend(lm, [list(text)], new=2)
     for call in (tree.clear, lambda: tree.save("folder", lm), lambda: asked(tree, lm, [text])):
-        with pytest.raises(ValueError, match="are leased to a stream that has not finished"):
+        with pytest.raises(ValueError, match="are leased to an unfinished stream"):
             call()
     lease.finish(lease.take_cache(), None)
     tree.clear()

@@ -47,9 +47,9 @@ an error."""
 class Answer(Iterator[Piece]):
     """An answer that is generated while it is iterated over, in pieces as of ``kvjax.stream``.
 
-    ``text``, ``tokens``: the answer so far. If it is stopped early, by ``close`` or an interrupt,
-    the chat keeps it as it is; the chat also closes an unfinished answer before it does anything
-    else.
+    ``text``, ``tokens``: the answer up to now. If it is stopped early, by ``close`` or an
+    interrupt, the chat keeps it as it is. The chat also closes an unfinished answer before it does
+    anything else.
     """
 
     def __init__(self, stream: Stream, on_end: OnEnd, lock: AbstractContextManager[Any]) -> None:

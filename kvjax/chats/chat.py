@@ -25,8 +25,8 @@ class ChatStats:
 
     ``turns``: their number; ``dropped``: the oldest ones that the model no longer sees.
     ``prefilled``: prompt tokens that were computed; ``known``: prompt tokens that the cache already
-    had; ``reread``: those of the ``prefilled`` tokens that had been in the cache before, but that
-    it could not keep while it was rewound; ``generated``: new tokens. ``prefill_seconds``,
+    had; ``reread``: the part of the ``prefilled`` tokens that had been in the cache before, but was
+    lost because the cache could not be rewound; ``generated``: new tokens. ``prefill_seconds``,
     ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
     ``held``: tokens in the cache; ``room``: how many more tokens the chat can hold, None for no
     limit; ``cache_bytes``: bytes of the cache by memory.
@@ -211,7 +211,7 @@ class Chat:
         """Remove the last turn, and return it.
 
         Raises:
-          ValueError: if there is none.
+          ValueError: if the chat is empty.
         """
         with self._conversation.lock:
             self._turn_index(-1)
@@ -251,7 +251,7 @@ class Chat:
 
     @property
     def stats(self) -> ChatStats:
-        """Statistics; those of an unfinished answer are added at its end."""
+        """Statistics. An unfinished answer is counted at its end."""
         conversation = self._conversation
         turns, cached = conversation.turns, conversation.cached
         room = None

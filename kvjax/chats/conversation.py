@@ -50,7 +50,7 @@ class ChatCache:
 
     def rewound_to(self, ids: Sequence[int]) -> tuple["ChatCache", int]:
         """Rewind to the longest prefix of ``ids`` that the cache holds, at most all but the last
-        token. If it can't be rewound so far, it is emptied.
+        token. If it can't be rewound to there, it is emptied.
 
         Returns the cache, and the matching tokens that were lost by emptying it.
         """
@@ -90,7 +90,7 @@ def chat_length(lm: LanguageModel, max_len: int | None) -> int:
     most 4,096.
 
     Raises:
-      ValueError: if the model's mesh splits rows, of which a chat has only one.
+      ValueError: if the model's mesh splits rows; a chat has only one.
     """
     if lm.mesh is not None and (rows := shard_over(lm.mesh, common_heads(lm.config)).rows) > 1:
         raise ValueError(
@@ -107,10 +107,10 @@ class Conversation:
     """A chat's state.
 
     ``length``: the most tokens that its cache is made for; ``capacity``: the most that the chat can
-    hold, None for no limit; ``counts``: the statistics so far; ``cached``: the cache, None before
-    the first answer and after an error; ``lost``: the tokens of a cache that an error lost;
-    ``answer``, ``prompt``: those of an unfinished answer; ``lock``: held while a thread changes the
-    chat.
+    hold, None for no limit; ``counts``: statistics of ended answers; ``cached``: the cache, None
+    before the first answer and after an error; ``lost``: the tokens of a cache that an error lost;
+    ``answer``, ``prompt``: an unfinished answer and its prompt; ``lock``: held while a thread
+    changes the chat.
     """
 
     lm: LanguageModel

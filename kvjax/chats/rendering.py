@@ -19,7 +19,7 @@ ON_FULL = ("stop", "drop")
 class Turn:
     """A message and its answer.
 
-    ``user``, ``answer``: their texts; the answer so far while it is generated. ``tokens``: the
+    ``user``, ``answer``: their texts; a partial answer while it is generated. ``tokens``: the
     answer's, as they were sampled. ``reason``: why it ended, as in
     ``GenerationStats.stop_reasons``; ``"stopped"`` if it was stopped early or by an error; None
     while it is generated. ``attempt``: earlier answers to the same message, which change the seed.
@@ -57,8 +57,8 @@ class Rendering:
         """If ``template`` is None, use the checkpoint's template if it has one, else plain text.
 
         Raises:
-          ValueError: if there is no tokenizer, it can't render templates, or an argument has the
-            wrong type.
+          ValueError: if the tokenizer is missing or can't render templates, or an argument has
+            the wrong type.
         """
         if tokenizer is None:
             raise ValueError("a chat needs text, but the model has no tokenizer")
@@ -146,7 +146,7 @@ class TokenizedText:
     def with_answer(
         self, turn: int, text: str, ids: Sequence[int], answer: str, tokens: Sequence[int]
     ) -> "TokenizedText":
-        """A prompt's text and tokens, followed by those of the answer of a turn."""
+        """A prompt's text and tokens, followed by a turn's answer and its tokens."""
         cuts = self.matching(text).cuts
         text, ids = text + answer, (*ids, *tokens)
         return TokenizedText(text, ids, (*cuts, (turn, len(text), len(ids))))
@@ -183,7 +183,7 @@ def fit_prompt(
 
     Args:
       rendering: renders it.
-      tokenized: the tokens known so far.
+      tokenized: text with known tokens.
       system: the system prompt.
       turns: earlier turns.
       user: the message to answer.
@@ -194,7 +194,7 @@ def fit_prompt(
         remaining ones have to be prefilled again, which should be rare.
 
     Raises:
-      ValueError: if there is no room for an answer.
+      ValueError: if the chat is too full for an answer.
     """
 
     def prompt_from(first: int) -> ChatPrompt:

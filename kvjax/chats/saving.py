@@ -138,7 +138,7 @@ def read(
     """The JSON data of a chat, and its cache.
 
     Raises:
-      CheckpointError: if there is no chat, it belongs to another model, or a file is damaged.
+      CheckpointError: if no chat is found, it belongs to another model, or a file is damaged.
       ValueError: if the cache holds more than ``max_len`` tokens.
     """
     folder = expand_user(folder)

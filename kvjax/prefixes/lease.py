@@ -80,7 +80,7 @@ class Lease:
             )
 
     def take_cache(self) -> KVCache:
-        """The cache. It can be taken once: whoever uses it donates it."""
+        """The cache. It can be taken once, because its user donates it."""
         cache, self._cache = self._cache, None
         assert cache is not None
         return cache
@@ -280,15 +280,15 @@ class LeaseLock:
         """Hold the lock; other threads wait for it.
 
         Raises:
-          ValueError: if the pages are leased to a stream that has not finished.
+          ValueError: if an unfinished stream uses the pages.
         """
         with self._lock:
             if self._leased:
                 gc.collect()  # an abandoned stream is part of a reference cycle
             if self._leased:
                 raise ValueError(
-                    "the prefix tree's pages are leased to a stream that has not finished; iterate "
-                    "it to its end or close it, or use a kvjax.Engine, which serves many streams "
+                    "the prefix tree's pages are leased to an unfinished stream; iterate it to its "
+                    "end or close it, or use a kvjax.Engine, which serves many streams "
                     "at once"
                 )
             yield

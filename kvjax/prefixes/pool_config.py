@@ -215,8 +215,8 @@ def _size_pools(
     if any(sized):
         if not all(sized) or pages is not None or memory is not None:
             raise ValueError(
-                "the policy sets the pages of some pools; set those of all pools in the policy, or "
-                "give either pages= or memory= instead"
+                "the policy sets the pages of some pools; set the pages of all pools in the "
+                "policy, or give either pages= or memory= instead"
             )
         return tuple(policies)
     if (pages is None) == (memory is None):

@@ -19,8 +19,9 @@ TIERS = (DEVICE, HOST, DISK)
 
 
 class Namespace(NamedTuple):
-    """The sequences that a prompt is matched against: those of one tenant, computed with one
-    version of the weights, and, where results depend on it, with one number of rows (else None)."""
+    """A set of sequences that a prompt is matched against. They belong to one tenant, and were
+    computed with one version of the weights and, where results depend on it, with one number of
+    rows (else None)."""
 
     tenant: Hashable
     weights: Hashable

@@ -197,8 +197,8 @@ def _match(sequences: CachedSequences, namespace: Namespace, tokens: list[int]) 
 
 
 def _align(sequences: CachedSequences, matches: Sequence[PrefixMatch]) -> None:
-    """Shorten all hits to a common one. The remaining prefill calls are then exactly those of the
-    same request without a prefix cache."""
+    """Shorten all hits to a common one. The remaining prefill calls are then the same as without a
+    prefix cache."""
     node_tokens = sequences.pool_config.node_tokens
     common = min(match.hit for match in matches) // node_tokens
     while common and not all(sequences.can_resume(match.path, common) for match in matches):

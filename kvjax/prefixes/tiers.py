@@ -40,8 +40,8 @@ def retry_lost_entries(call: Callable[[], _Result]) -> _Result:
 class Tiers:
     """Moves the entries of a radix tree between device, host and disk, within limits of bytes.
 
-    ``limits``, ``bytes``: of ``"host"`` and ``"disk"``, allowed and in use; ``dropped``: entries
-    evicted so far; ``folder``: for a temporary folder of files, None for no disk tier.
+    ``limits``, ``bytes``: of ``"host"`` and ``"disk"``, allowed and in use; ``dropped``: the number
+    of evicted entries; ``folder``: for a temporary folder of files, None for no disk tier.
     """
 
     def __init__(

@@ -103,8 +103,8 @@ class PrefixTree:
     chunk, and to a position where the tree has everything that the next token needs: pages, and
     perhaps a checkpoint of the raw tail or the window.
 
-    With ``exact_prefix``, logits equal those of the same request without a tree,
-    ``generate(lm, prompts, **tree.settings)``, bit for bit on the same device. For this the tree
+    With ``exact_prefix``, a request gives the same logits as without a tree, ``generate(lm,
+    prompts, **tree.settings)``, bit for bit on the same device. For this the tree
     keeps only whole prefill chunks, separately for each number of rows, and all rows of a request
     start from their longest common hit. Without it hits are longer: each row has its own, and
     generated tokens are cached too.
@@ -127,8 +127,8 @@ class PrefixTree:
       checkpoint_every: pages between checkpoints inside a long prompt, where the policy needs
         checkpoints. Others are taken at the end of a prompt and where sequences diverge.
       host_memory: bytes on the host for swapped-out pages and for checkpoints.
-      folder: for files of what does not fit on the host. They are deleted with the tree. By default
-        nothing is kept on disk.
+      folder: for files of data that does not fit on the host. They are deleted with the tree. By
+        default nothing is kept on disk.
       disk_memory: bytes of these files.
       weights: names the version of the model's parameters: a string, an integer, or a tuple of
         these. Set ``tree.weights`` to a new value whenever the parameters change; sequences of

@@ -56,8 +56,8 @@ class Rollout:
     @allow_host_to_device
     def beside(self, numbers: Array) -> Array:
         """Move values of new tokens, [rows, new], to the positions of these tokens in ``tokens``:
-        [rows, prompt + new], 0 elsewhere. For example, ``rollout.beside(rollout.drawn)`` aligns
-        with the log-probabilities that a training step computes for ``tokens``."""
+        [rows, prompt + new], 0 elsewhere. So ``drawn`` can be compared with the log-probabilities
+        that a training step computes for ``tokens``."""
         index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         index = jnp.clip(index, 0, numbers.shape[1] - 1)
         return jnp.where(self.mask, jnp.take_along_axis(numbers, index, axis=1), 0)

@@ -101,7 +101,7 @@ class BeamSession:
 
     def keep(self, rows: np.ndarray, rewound: np.ndarray) -> bool:
         """Keep only some rows of the cache, int[n], rewound by ``rewound`` tokens. Returns False,
-        and changes nothing, if a row can't be rewound so far."""
+        and changes nothing, if a row can't be rewound by that much."""
         cache = self._session.cache
         assert cache is not None
         if np.any(rewound > fetch(programs.max_rewind(cache))[rows]):

@@ -51,7 +51,7 @@ class SearchState:
 
     ``token``, ``score``: [batch, beams], the newest token of each beam, and the sum of its tokens'
     log-probabilities, -inf for a beam that does not exist; ``count``, ``done``: [batch, groups],
-    tokens so far, and whether the group has ended; ``broken``: bool[batch], prompts with logits
+    new tokens, and whether the group has ended; ``broken``: bool[batch], prompts with logits
     that are not finite; ``finished``: their finished sequences; ``start``: int32[batch, beams],
     tokens that each row held when the search began.
     """

@@ -56,7 +56,7 @@ class LookupProposer:
         return (jnp.take_along_axis(past.tokens, at, axis=1, mode="clip"), lengths), context
 
     def rewind_rejected(self, context: None, lengths: PerRow) -> None:
-        """Nothing to rewind: there is no draft model."""
+        """Do nothing: prompt lookup has no cache."""
         return context
 
     def _longest_match(self, past: TokenHistory) -> tuple[PerRow, PerRow]:
@@ -136,7 +136,7 @@ class DraftModelProposer:
     def _catch_up(
         self, params: Any, context: Cached, past: TokenHistory, lengths: PerRow
     ) -> tuple[Logits, Cached]:
-        """Process the tokens that the draft model's cache lacks, of rows that are to be drafted;
+        """Process the tokens that the draft model's cache lacks, for rows that need a draft;
         the logits after them."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None

@@ -273,7 +273,7 @@ def _fed(draft: DraftTokens, active: RowMask) -> PerRow:
 
 class SpeculativeDecoder:
     """The draft side of a session. ``context``, ``params``: of the draft model, None for prompt
-    lookup; ``acceptance``: the statistics so far."""
+    lookup; ``acceptance``: its statistics."""
 
     def __init__(self, lm: Any, request: GenerationRequest, draft: Draft, platform: str) -> None:
         self._request, self._draft, self._platform = request, draft, platform
