@@ -347,33 +347,34 @@ FAULTS = (
     ),
     Fault(
         "a parked request is resumed and its bytes stay counted", "engine/cache_manager.py",
-        "            self._count(-handle.swapped.nbytes)",
-        "            self._count(0)", ("engine",),
+        "            self._add_swapped_bytes(-handle.swapped.nbytes)",
+        "            self._add_swapped_bytes(0)", ("engine",),
     ),
     Fault(
         "a row that is resumed has lost its newest token", "engine/cache_manager.py",
-        "seq.filled, seq.count, seq.fresh = swapped.filled, swapped.count, False",
-        "seq.filled, seq.count, seq.fresh = swapped.filled - 1, swapped.count, False", ("engine",),
+        "seq.length, seq.sampled, seq.fresh = swapped.length, swapped.sampled, False",
+        "seq.length, seq.sampled, seq.fresh = swapped.length - 1, swapped.sampled, False",
+        ("engine",),
     ),
     Fault(
         "tokens that are known are told again", "engine/results.py",
-        "count, known = int(report.count[at]) - before, max(len(handle.drawn) - before, 0)",
-        "count, known = int(report.count[at]) - before, 0", ("engine",),
+        "count, known = int(output.count[place]) - before, max(len(handle.generated) - before, 0)",
+        "count, known = int(output.count[place]) - before, 0", ("engine",),
     ),
     Fault(
         "what is computed again is drawn anew", "engine/sequence.py",
-        "known = self.handle.drawn[self.count : self.count + rounds]",
-        "known = [][self.count : self.count + rounds]", ("engine",),
+        "known = self.handle.generated[self.sampled : self.sampled + rounds]",
+        "known = [][self.sampled : self.sampled + rounds]", ("engine",),
     ),
     Fault(
         "pages of a request stay its own", "engine/page_tables.py",
-        "                counts.release(page)",
-        "                counts.refs[page] -= 0", ("engine",),
+        "                pool.release(page)",
+        "                pool.refs[page] -= 0", ("engine",),
     ),
     Fault(
         "a page is taken and not counted", "engine/page_tables.py",
-        "                counts.retain(found)",
-        "                counts.refs[found] += 0", ("engine",),
+        "                pool.retain(page)",
+        "                pool.refs[page] += 0", ("engine",),
     ),
     Fault(
         "a window's page goes before it was left", "engine/page_tables.py",
@@ -383,7 +384,7 @@ FAULTS = (
     ),
     Fault(
         "other tenants share", "engine/scheduler.py",
-        "key = Namespace(handle.request.tenant, self._cache_manager.weights, rows)",
+        "namespace = Namespace(handle.request.tenant, self._cache_manager.weights, rows)",
         "namespace = Namespace(None, self._cache_manager.weights, rows)", ("engine",),
     ),
     Fault(
@@ -393,33 +394,38 @@ FAULTS = (
     ),
     Fault(
         "a row keeps texts that two sets of weights computed", "engine/cache_manager.py",
-        "        if not self._sharing or seq.key.weights != self.weights:",
+        "        if not self._sharing or seq.namespace.weights != self.weights:",
         "        if not self._sharing:", ("engine",),
     ),
     Fault(
         "draws go by the row", "engine/sampling_state.py",
-        "                array[row] = new",
-        "                array[row] = new * (each.name != 'seeds')", ("engine",),
+        "            array[row] = new[0]",
+        "            array[row] = new[0] * (new.dtype != np.uint32)", ("engine",),
+    ),
+    Fault(
+        "a finished row's filters stay on", "engine/sampling_state.py",
+        "        self._write(row, self._neutral)",
+        "        del row", ("engine",),
     ),
     Fault(
         "a penalty counts another request's prompt", "engine/cache_manager.py",
-        "            self._runner.mark(seq.row, prompt)",
-        "            self._runner.mark(seq.row, [])", ("engine",),
+        "            self._runner.set_history(seq.row, prompt)",
+        "            self._runner.set_history(seq.row, [])", ("engine",),
     ),
     Fault(
         "arrays that were sent are changed", "engine/sampling_state.py",
-        "self._there = commit(self._placement.put(jax.tree.map(np.array, self._asked)))",
-        "self._there = self._asked", ("engine",),
+        "self._on_device = commit(self._placement.put(params))",
+        "self._on_device = self._params", ("engine",),
     ),
     Fault(
         "a row that waits decodes", "engine/programs.py",
-        "        return begins & (step < call.rounds) & ~progress.done",
-        "        return (call.lengths >= 0) & (step < 8) & ~progress.done", ("engine",),
+        "        return decoding & (step < inputs.rounds) & ~progress.done",
+        "        return (inputs.lengths >= 0) & (step < 8) & ~progress.done", ("engine",),
     ),
     Fault(
         "a row's past is another's", "engine/programs.py",
-        "    written = jnp.where(piece.fresh[:, None], starts[:, None], written)",
-        "    written = jnp.where(piece.fresh[:, None], written, written)", ("engine",),
+        "    written = jnp.where(inputs.fresh[:, None], starts[:, None], written)",
+        "    written = jnp.where(inputs.fresh[:, None], written, written)", ("engine",),
     ),
     Fault(
         "the youngest stays", "engine/scheduler.py",
@@ -453,8 +459,8 @@ FAULTS = (
     ),
     Fault(
         "what is parked stays on the device", "engine/cache_manager.py",
-        "        self._coming.append(swapped.land)", "        self._coming.append(lambda: None)",
-        ("engine",),
+        "        self._transfers.append(swapped.finish_copy)",
+        "        self._transfers.append(lambda: None)", ("engine",),
     ),
     Fault(
         "beams lack what stands in a page that is not full", "engine/beams.py",
@@ -463,12 +469,12 @@ FAULTS = (
     ),
     Fault(
         "beams do not count for the pages that they share", "engine/page_tables.py",
-        "                    counts.retain(page)", "                    pass",
+        "                    pool.retain(shared)", "                    pass",
         ("engine_beams",),
     ),
     Fault(
         "a search that began again knows what it was told before", "engine/scheduler.py",
-        "            seq.handle.beams.rest()", "            seq.handle.beams.going = [0]",
+        "            seq.handle.beams.reset()", "            seq.handle.beams.active = [0]",
         ("engine_beams",),
     ),
     Fault(
@@ -719,8 +725,8 @@ FAULTS = (
     ),
     Fault(
         "an engine's row forgets how long its prompt is", "engine/model_runner.py",
-        "self.run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))",
-        "self.run(programs.mark, np.int32(row), ids, np.int32(0))", ("controls",),
+        "self.dispatch(programs.set_history, np.int32(row), padded, np.int32(len(tokens)))",
+        "self.dispatch(programs.set_history, np.int32(row), padded, np.int32(0))", ("controls",),
     ),
     Fault(
         "a guide is not told the tokens of a text", "generation/guides/masks.py",
@@ -787,34 +793,35 @@ FAULTS = (
     ),
     Fault(
         "a request forgets how much of its draft was taken", "engine/sequence.py",
-        "self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken",
-        "self.checking, self.filled, self.count = 0, self.filled + 1, self.count + taken",
+        "self.verifying, self.length, self.sampled = 0, self.length + new, self.sampled + new",
+        "self.verifying, self.length, self.sampled = 0, self.length + 1, self.sampled + new",
         ("engine_drafts",),
     ),
     Fault(
         "a draft skips a token it has not read", "engine/draft_model.py",
-        "seq.read = seq.filled + 1",
-        "seq.read = seq.filled + 2", ("engine_drafts",),
+        "seq.draft_length = seq.length + 1",
+        "seq.draft_length = seq.length + 2", ("engine_drafts",),
     ),
     Fault(
         "a row drafts beside others that do not", "engine/speculative.py",
-        "check = 0.0 if sum(each) < len(each) else math.inf",
-        "check = float(sum(each) < 0)", ("engine_drafts",),
+        "verify_cost = 0.0 if sum(relative) < len(relative) else math.inf",
+        "verify_cost = float(sum(relative) < 0)", ("engine_drafts",),
     ),
     Fault(
         "a row does not wait for its draft", "engine/sequence.py",
-        "if self.checking:",
-        "if self.checking < 0:", ("engine_drafts",),
+        "if self.verifying:",
+        "if self.verifying < 0:", ("engine_drafts",),
     ),
     Fault(
         "a request waits for pages that nobody wants", "engine/cache_manager.py",
-        "found[number] += more or seq.handle.beams is not None",
-        "found[number] += True or seq.handle.beams is not None", ("engine",),
+        "pages[number] += more or seq.handle.beams is not None",
+        "pages[number] += True or seq.handle.beams is not None", ("engine",),
     ),
     Fault(
         "a search tells tokens that its guide forbids", "engine/programs.py",
-        "among = jnp.where(asked.search[:, None], allowed, ALL_ALLOWED)",
-        "among = jnp.where(asked.search[:, None] & False, allowed, ALL_ALLOWED)", ("engine_beams",),
+        "among=jnp.where(params.search[:, None], allowed, ALL_ALLOWED),",
+        "among=jnp.where(params.search[:, None] & False, allowed, ALL_ALLOWED),",
+        ("engine_beams",),
     ),
     Fault(
         "files of images alone are fetched", "models/stored.py",

@@ -47,7 +47,7 @@ from kvjax.engine.programs import (
     DecodeInputs,
     EngineState,
     PrefillInputs,
-    SamplingParams,
+    RowParams,
     VerifyInputs,
 )
 from kvjax.engine.speculative import verify
@@ -260,7 +260,7 @@ class _Attention:
 
 def _asked(rows):
     sampling = prepare_sampling(seeds=[0] * rows, temperature=0.7, top_p=0.9)[1]
-    return SamplingParams(
+    return RowParams(
         sampling, jnp.full(rows, 99), jnp.zeros(rows, jnp.int32), jnp.zeros(rows, bool)
     )
 
@@ -283,7 +283,7 @@ def _chunk(cache):
     one, tables = jnp.ones(1, jnp.int32), tuple(pool.table[:1] for pool in cache.pools)
     tokens, words = jnp.ones((1, 256), jnp.int32), jnp.zeros((1, 8), jnp.uint32)
     piece = PrefillInputs(one, tokens, one, one, tables, one > 0, one > 0, -one, words, _asked(1))
-    return _sent(cache, programs.feed, piece)
+    return _sent(cache, programs.prefill, piece)
 
 
 def _rounds(cache):

@@ -17,7 +17,7 @@ import pytest
 import kvjax
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.pytree import tree_bytes
-from kvjax.engine import model_runner as engine_rows
+from kvjax.engine import model_runner
 from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits
@@ -301,7 +301,7 @@ def test_other_parameters_between_steps():
 @pytest.mark.slow
 def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
     """By bytes of arrays, and of those that are there while others are made."""
-    lm, held, made, before = lettered(), [], engine_rows.allocate, 0
+    lm, held, made, before = lettered(), [], model_runner.allocate, 0
 
     def new_bytes():
         return sum(x.nbytes for x in alive()) - before
@@ -313,7 +313,7 @@ def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
     def pointers(params):
         return {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)}
 
-    monkeypatch.setattr(engine_rows, "allocate", allocate)
+    monkeypatch.setattr(model_runner, "allocate", allocate)
     second = dataclasses.replace(lm, params=jax.tree.map(jnp.copy, lm.params))
     weights = tree_bytes(lm.params)
     for draft in (None, kvjax.DraftModel(second)):
@@ -539,9 +539,9 @@ def test_what_is_parked_leaves_the_device():
     until(engine, lambda: late.swapped is not None)
     engine.step()
     engine.step()
-    kept = [late.swapped.rows, late.swapped.stands, [each() for each in late.swapped.contents]]
+    kept = [late.swapped.layers, late.swapped.progress, [read() for read in late.swapped.pages]]
     assert all(isinstance(x, np.ndarray | np.generic) for x in jax.tree.leaves(kept))
-    assert late.swapped.landed and engine.stats().swapped_bytes == late.swapped.nbytes
+    assert late.swapped.on_host and engine.stats().swapped_bytes == late.swapped.nbytes
     while engine.step():
         pass
     assert len(late.tokens) == 60 and settled(engine)
@@ -689,22 +689,22 @@ def test_it_works_on_a_mesh(policy):
 def test_programs_leave_the_pools_where_they_are(policy, exact):
     """Updated in place, of a pool that is much larger than all rows' texts."""
     engine, sent = engine_of(policy, pages=400, exact=exact), {}
-    run, rows = engine._runner.run, engine._runner
+    dispatch, runner = engine._runner.dispatch, engine._runner
 
     def noted(program, *args, **static):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x,
-            (rows._with_pages(), *args),
+            (runner._state_with_pages(), *args),
         )
         sent[program] = shapes, static
-        return run(program, *args, **static)
+        return dispatch(program, *args, **static)
 
-    rows.run = noted
+    runner.dispatch = noted
     engine.compile()
     bodies = [jax.tree.leaves(body) for body in engine._prefixes.pool.bodies]
     sizes = [sum(x.nbytes for x in body) for body in bodies]
     assert {program.__name__ for program in sent} == {
-        "branch", "check", "decode", "feed", "mark", "put",
+        "branch", "decode", "prefill", "restore_row", "set_history", "verify",
     }  # fmt: skip
     for program, (shapes, static) in sent.items():
         assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
@@ -750,6 +750,27 @@ def test_what_can_not_be_is_refused(name):
     settings, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         engine_of().submit([1, 2, 3], **settings)
+
+
+def test_a_row_without_a_request_has_no_controls():
+    """They would switch filters on for the other rows."""
+    engine = engine_of()
+    request = engine.check(
+        [1, 2, 3], max_new_tokens=9, min_new_tokens=2, temperature=0.7, top_k=3, top_p=0.5,
+        min_p=0.1, typical_p=0.5, repetition_penalty=1.2, frequency_penalty=0.5,
+        presence_penalty=0.5, no_repeat_ngram_size=3, logit_bias={1: 2.0}, seed=5,
+        eos_token_ids=[3], logprobs=2,
+    )  # fmt: skip
+    state, row = engine._runner.sampling_state, np.array([1])
+    neutral = state.copy(row)
+    state.set(1, request)
+    used = state.copy(row)
+    for field in dataclasses.fields(neutral.sampling):
+        before, after = (getattr(x.sampling, field.name) for x in (neutral, used))
+        assert not np.array_equal(before, after), field.name
+    assert (used.limit, used.logprobs, used.search) == (9, 3, False)
+    state.clear(1)
+    jax.tree.map(np.testing.assert_array_equal, state.copy(row), neutral)
 
 
 @pytest.mark.rare

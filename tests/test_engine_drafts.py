@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.core.pytree import tree_bytes
-from kvjax.engine import second
+from kvjax.engine import draft_model
 from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import cost_alone, draft_cost
 from kvjax.generation.results import Timer
@@ -55,7 +55,7 @@ def alike(noise=0.05):
 def engine(policy="raw", draft=None, together=1, **more):
     """``together``: rows that are checked in a program; on a CPU it would be one."""
     found = engine_of(policy, lm=lm(), rows=ROWS, draft=draft, **more)
-    found._speculative.together = together
+    found._speculative.batch_size = together
     return found
 
 
@@ -121,7 +121,7 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
     (plain,) = mine.run([text], draft=None, **given)
     handle = mine.submit(text, **given)
     until(mine, lambda: len(handle.tokens) > 3)
-    handle.drafts._fared = replace(handle.drafts._fared, cooldown=25)
+    handle.drafts._acceptance = replace(handle.drafts._acceptance, cooldown=25)
     assert settled(mine) and handle.tokens == plain.tokens
     stats = mine.stats()
     assert stats.accepted_tokens == stats.drafted_tokens > 10
@@ -136,7 +136,7 @@ def test_a_draft_misses_nothing_of_a_text():
     def noting(drafted, some, past):
         found = propose(drafted, some, past)
         for at, seq, more in some:
-            text = [*seq.prompt, *seq.handle.drawn]
+            text = [*seq.prompt, *seq.handle.generated]
             proposed.append((text, found.tokens[at, 1 : 1 + more].tolist()))
         return found
 
@@ -190,32 +190,34 @@ def test_it_works_on_a_mesh():
 @pytest.mark.parametrize("together", [1, ROWS])
 def test_programs_leave_pools_where_they_are(together, monkeypatch):
     """Those of the model, and those of the draft, of pools that are larger than all texts."""
-    fewer = second._pool_config
+    fewer = draft_model.draft_pool_config
     monkeypatch.setattr(
-        second, "_terms", lambda lm, draft, count, *more: fewer(lm, draft, 99, *more)
+        draft_model,
+        "draft_pool_config",
+        lambda lm, draft, count, *more: fewer(lm, draft, 99, *more),
     )
     mine = engine(draft=kvjax.DraftModel(alike()), together=together, pages=400)
     its, sent = mine._speculative._draft_runner._runner, {}
 
     def noting(rows):
-        run = rows.run
+        dispatch = rows.dispatch
 
         def noted(program, *args, **static):
             shapes = jax.tree.map(
                 lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x,
-                (rows._with_pages(), *args),
+                (rows._state_with_pages(), *args),
             )
             sent[rows, program.__name__] = program, shapes, static
-            return run(program, *args, **static)
+            return dispatch(program, *args, **static)
 
-        rows.run = noted
+        rows.dispatch = noted
 
     noting(mine._runner)
     noting(its)
     mine.compile()
     assert (its, "propose") in sent and (mine._runner, "verify") in sent
     for (rows, name), (program, shapes, static) in sent.items():
-        if name in ("propose", "check") or rows is its:
+        if name in ("propose", "verify") or rows is its:
             sizes = [sum(x.nbytes for x in jax.tree.leaves(b)) for b in rows.prefixes.pool.bodies]
             assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 
@@ -224,11 +226,11 @@ def test_drafts_rest_by_what_they_save():
     price, alone = draft_cost("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
     drafts = DraftState(DraftPlan(kvjax.PromptLookup(shortest=1), price), text)
-    assert drafts.takes(7, alone, True) == pytest.approx(
+    assert drafts.relative_cost(7, alone, True) == pytest.approx(
         (1 + price.verify) / (1 + 3.8503), rel=1e-4
     )
-    assert drafts.takes(7, lambda price: replace(price, verify=9.0), True) > 2
-    assert drafts.takes(0, alone, True) == math.inf
+    assert drafts.relative_cost(7, lambda price: replace(price, verify=9.0), True) > 2
+    assert drafts.relative_cost(0, alone, True) == math.inf
     assert drafts.next(7, alone) == (7, [1, 2, 3, 1, 2, 3, 1])
     assert drafts.next(0, alone) == (0, [])
     assert cost_alone(price, "cpu", 1, 1) == price
@@ -237,18 +239,21 @@ def test_drafts_rest_by_what_they_save():
     for new in ([5, 1], [2], [3]):
         assert not drafts.idle(7, alone)
         drafts.push(new)
-        drafts.checked(7, 0)
+        drafts.record(7, 0)
     assert drafts.idle(7, alone) and drafts.next(7, alone) == (0, [])
-    assert drafts.takes(7, alone, True) == math.inf
+    assert drafts.relative_cost(7, alone, True) == math.inf
     drafts.push([3, 1, 60])
-    drafts._fared = replace(drafts._fared, cooldown=0)
-    assert drafts.takes(7, alone, True) == math.inf and drafts.takes(7, alone, False) < 1
+    drafts._acceptance = replace(drafts._acceptance, cooldown=0)
+    assert (
+        drafts.relative_cost(7, alone, True) == math.inf
+        and drafts.relative_cost(7, alone, False) < 1
+    )
     drafts.push([3, 1] * 8)
     assert not drafts.idle(7, alone) and drafts.next(3, alone) == (3, [3, 1, 3])
     dear = DraftState(DraftPlan(kvjax.DraftModel(lm()), draft_cost("cpu", 1, 7, 1.0)), text)
     assert dear.by_model and dear.next(7, alone) == (0, [])
     free = DraftState(DraftPlan(kvjax.DraftModel(lm(), 3), None), text)
-    free.checked(3, 0)
+    free.record(3, 0)
     assert free.next(7, alone) == (3, [])
 
 
@@ -262,18 +267,18 @@ def test_rows_draft_together_or_not_at_all():
     until(mine, lambda: drafted() > 0)
     (seq,) = mine._scheduler.running
     busy = lambda price: cost_alone(price, "cpu", 8, 8)  # noqa: E731
-    assert seq.checking and first.drafts.idle(7, busy) and seq.rounds(8, 7, busy) == 0
+    assert seq.verifying and first.drafts.idle(7, busy) and seq.rounds(8, 7, busy) == 0
     other = mine.submit([5, 6], max_new_tokens=16, eos_token_ids=(), draft=None)
     until(mine, lambda: len(other.tokens) > 0)
     before = drafted()
     until(mine, lambda: len(other.tokens) > 10)
     assert drafted() == before and not first.done and other.drafts is None
     assert settled(mine) and drafted() > before
-    load, price = mine._speculative.load, draft_cost("cpu", 1, 7, 0.0)
-    row = lambda takes: SimpleNamespace(taking=[0], takes=lambda most, load: takes)  # noqa: E731
+    load, price = mine._speculative.adjust_cost, draft_cost("cpu", 1, 7, 0.0)
+    row = lambda takes: SimpleNamespace(entries=[0], relative_cost=lambda most, load: takes)  # noqa: E731
     assert load([])(price) == price
     assert load([row(1.4), row(0.5)])(price).verify == 0.0
-    for mine._speculative.together in 1, ROWS:
+    for mine._speculative.batch_size in 1, ROWS:
         for each in (1.1,), (1.6, 0.5), (0.1, math.inf):
             assert load([*map(row, each)])(price).verify == math.inf
     assert load([row(0.5)])(price) == replace(price, verify=0.0)
@@ -283,7 +288,7 @@ def test_rows_draft_together_or_not_at_all():
 def test_what_requests_are_drafted_by():
     draft = kvjax.DraftModel(alike(), adaptive=False)
     mine, other = engine(draft=draft), engine(draft="lookup")
-    by = lambda engine, **more: engine.submit([1, 2], max_new_tokens=4, **more).request.drafting  # noqa: E731
+    by = lambda engine, **more: engine.submit([1, 2], max_new_tokens=4, **more).request.draft_plan  # noqa: E731
     assert by(mine).draft is draft and by(other).draft == kvjax.PromptLookup()
     assert by(mine, draft=draft).draft is draft and by(mine, draft=LOOKUP).draft is LOOKUP
     assert by(mine, draft=None) is by(engine()) is None

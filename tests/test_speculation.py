@@ -11,7 +11,7 @@ import pytest
 import kvjax
 from kvjax.codecs import Int8
 from kvjax.core.pytree import tree_bytes
-from kvjax.engine.drafts import PromptLookupState
+from kvjax.engine.drafts import LookupTable
 from kvjax.generation.drafts.acceptance import Acceptance, draft_cost
 from kvjax.layouts import Dense
 from kvjax.models import first_layers
@@ -270,6 +270,6 @@ def test_lookups_of_the_host_are_those_of_the_device():
     rng = np.random.default_rng(5)
     for _ in range(20):
         text = rng.integers(0, 4, int(rng.integers(1, 40))).tolist()
-        lookups = PromptLookupState(kvjax.PromptLookup(shortest=1), text[:1])
+        lookups = LookupTable(kvjax.PromptLookup(shortest=1), text[:1])
         lookups.push(text[1:])
-        assert lookups.found(7) == looked_up(text, 7)
+        assert lookups.propose(7) == looked_up(text, 7)

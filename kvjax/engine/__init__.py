@@ -1,4 +1,4 @@
-"""Continuous batching: requests that come and go, in the rows of one cache."""
+"""Continuous batching: many requests in the rows of one cache."""
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle

@@ -1,262 +1,223 @@
-"""Pages of an engine's requests: found, taken, shared, and given to those who come first."""
+"""Who has which pages: admission, prefix sharing, preemption by swapping to the host."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from kvjax.core.transfer import fetch
+from kvjax.engine.handle import Handle, SwappedState
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.results import Landing
+from kvjax.engine.results import Transfer
 from kvjax.engine.sequence import RunningSequence
 from kvjax.prefixes.checkpoints import Checkpoint
 from kvjax.prefixes.radix import Node
 from kvjax.prefixes.sequences import match_prompts
 from kvjax.prefixes.tiers import retry_lost_entries
 
-
-@dataclass
-class SwappedState:
-    """What a row had.
-
-    ``filled``, ``count``: as of its ``RunningSequence``; ``rows``, ``stands``: as ``programs.take``
-    gives them; ``columns``: of each kind of layers, those of its table; ``contents``: what
-    stands in their pages, of each kind, a page after the other; ``nbytes``: of all that.
-    """
-
-    filled: int
-    count: int
-    rows: Any
-    stands: Any
-    columns: list[list[int]]
-    contents: list[Callable[[], list[list[np.ndarray]]]]
-    nbytes: int
-    landed: bool = False
-
-    def land(self) -> None:
-        """Wait for it, once, so that the device need not hold it any longer."""
-        if self.landed:
-            return
-        self.landed = True
-        self.rows, self.stands = fetch((self.rows, self.stands))
-        for number, contents in enumerate(self.contents):
-            found = contents()
-            self.contents[number] = lambda found=found: found
-
-
-def begin_landing(arrays: Any) -> None:
-    """Let arrays come to the host while the device goes on."""
-    for x in jax.tree.leaves(arrays):
-        x.copy_to_host_async()
-
-
-SPARE = 16
-"""When texts must leave, more of them do than are wanted, such a part of the pool, so that they
-are seldom looked through."""
+EVICTION_SHARE = 16
+"""Cached prefixes are evicted in batches: what is missing, plus the pool divided by this number."""
 
 
 class CacheManager:
-    """Who has which pages.
+    """Gives pages to sequences, and keeps cached prefixes in the rest of the pools.
 
-    ``host``: bytes of the host's that requests without a row, and texts, may take; ``sharing``:
-    whether requests share what they begin with; ``swapped``: bytes of the host that they take;
-    ``weights``: which parameters are sent.
+    ``host_bytes``: host memory for swapped requests and evicted prefixes; ``sharing``: whether
+    requests share prefixes; ``swapped_bytes``: bytes of swapped requests; ``weights``: number of
+    the current parameters, a part of the prefix cache's keys.
     """
 
-    def __init__(self, runner: ModelRunner, host: int, sharing: bool) -> None:
-        self._runner, self._prefixes, self._pool_config = (
-            runner,
-            runner.prefixes,
-            runner.pool_config,
-        )
-        self._pages, self._host, self._sharing = runner.page_tables, host, sharing
-        self.swapped = self.weights = 0
-        self._coming: list[Landing] = []
+    def __init__(self, runner: ModelRunner, host_bytes: int, sharing: bool) -> None:
+        self._runner, self._tables, self._prefixes = runner, runner.page_tables, runner.prefixes
+        self._pool_config, self._host_bytes, self._sharing = runner.pool_config, host_bytes, sharing
+        self.swapped_bytes = self.weights = 0
+        self._transfers: list[Transfer] = []
 
-    def has_room(self, wanted: list[int]) -> bool:
-        """Whether so many pages of each kind are free, or were made so: texts that no request has
-        leave for it."""
-        counts = self._prefixes.pool.allocators
-        if all(len(each.free) >= n for each, n in zip(counts, wanted, strict=True)):
+    def ensure_free(self, pages: list[int]) -> bool:
+        """Whether this many pages of each pool are free, after evicting cached prefixes that no
+        request uses."""
+        pools = self._prefixes.pool.allocators
+        if all(len(pool.free) >= count for pool, count in zip(pools, pages, strict=True)):
             return True
-        more = [n + len(each.refs) // SPARE for each, n in zip(counts, wanted, strict=True)]
-        found: bool = self._prefixes.tiers.free_pages(wanted, more)
+        target = [
+            count + len(pool.refs) // EVICTION_SHARE
+            for pool, count in zip(pools, pages, strict=True)
+        ]
+        freed: bool = self._prefixes.tiers.free_pages(pages, target)
         self._prefixes.tiers.enforce_limits()
-        return found
+        return freed
 
-    def begin(self, seq: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Let a request have its row, and the pages of what is known of its prompt; whether there
-        are pages for all of that, and for what the others want next. Where there are no others,
-        texts that it could begin with may be what is in its way."""
-        # Of what is known there are no logits.
-        sharing = self._sharing and seq.handle.request.prompt_scores is None
-        return self._begun(seq, others, sharing) or (
-            sharing and not others and self._begun(seq, others, False)
-        )
+    def admit(self, seq: RunningSequence, running: Sequence[RunningSequence]) -> bool:
+        """Give a new sequence the pages of its prompt's cached prefix. Returns whether enough pages
+        are free for its prompt and for the next rounds of ``running`` sequences."""
+        # The scores of a prompt need the logits of all its tokens.
+        sharing = self._sharing and seq.handle.request.prompt_logprobs is None
+        if self._try_admit(seq, running, sharing):
+            return True
+        # If nothing else runs, the cached prefix itself may occupy the pages that are missing.
+        return sharing and not running and self._try_admit(seq, running, False)
 
-    def _begun(
-        self, seq: RunningSequence, others: Sequence[RunningSequence], sharing: bool
+    def _try_admit(
+        self, seq: RunningSequence, running: Sequence[RunningSequence], sharing: bool
     ) -> bool:
-        prompt, texts, pool_config = seq.prompt, self._prefixes, self._pool_config
-        path, hit, away, state = [], 0, [], None
+        prompt, prefixes, groups = seq.prompt, self._prefixes, self._pool_config.groups
+        path, hit, evicted, checkpoint = [], 0, [], None
         if sharing:
-            (found,), away, (state,) = retry_lost_entries(
-                lambda: match_prompts(texts, seq.key, [prompt])
+            (match,), evicted, (checkpoint,) = retry_lost_entries(
+                lambda: match_prompts(prefixes, seq.namespace, [prompt])
             )
-            path, hit = found.path, found.hit
-            seq.stops = pool_config.checkpoint_positions(hit, found.matched, len(prompt))
-        wanted, most, further = [], self._soon(seq, len(prompt)), self._wanted_next(others)
-        for number, kind in enumerate(pool_config.groups):
-            coming = sum(each.group == number for each in away)
-            more = max(kind.max_pages(most) - len(kind.pages_for(hit)[0]), 0)
-            wanted.append(more + coming + further[number] + len(seq.others))
+            path, hit = match.path, match.hit
+            seq.checkpoints = self._pool_config.checkpoint_positions(
+                hit, match.matched, len(prompt)
+            )
+        length, reserved = self._upcoming_length(seq, len(prompt)), self._reserved(running)
+        missing = []
+        for number, group in enumerate(groups):
+            restored = sum(entry.group == number for entry in evicted)
+            new = max(group.max_pages(length) - len(group.pages_for(hit)[0]), 0)
+            missing.append(new + restored + reserved[number] + len(seq.beam_rows))
         with _locked(path):
-            if not self.has_room(wanted):
+            if not self.ensure_free(missing):
                 return False
-            texts.tiers.swap_in(away)
-            fresh = self._pages.begin(seq.row, path, hit)
-        if state is not None:
-            self._runner.put_state(seq.row, state, fresh)
-        seq.filled, seq.fresh = hit, state is None
-        if seq.handle.request.by_text:
-            self._runner.mark(seq.row, prompt)
+            prefixes.tiers.swap_in(evicted)
+            fresh = self._tables.share(seq.row, path, hit)
+        if checkpoint is not None:
+            self._runner.restore_checkpoint(seq.row, checkpoint, fresh)
+        seq.length, seq.fresh = hit, checkpoint is None
+        if seq.handle.request.needs_history:
+            self._runner.set_history(seq.row, prompt)
         return True
 
-    def _wanted_next(self, seqs: Sequence[RunningSequence]) -> list[int]:
-        """A page of each kind for each of those who are to take more, or a newcomer would give it
-        back at once. Beams that branch may take one at any time."""
-        found = [0] * len(self._pool_config.groups)
-        for seq in seqs:
-            most = seq.handle.request.need
-            wanting = self._pages.wanting(seq.row, most)
-            for number, more in enumerate(wanting):
-                found[number] += more or seq.handle.beams is not None
-        return found
+    def _reserved(self, running: Sequence[RunningSequence]) -> list[int]:
+        """One page of each group for each sequence that will take more. Otherwise a new sequence
+        would be preempted at once. Beams may take a page whenever they branch."""
+        pages = [0] * len(self._pool_config.groups)
+        for seq in running:
+            needs = self._tables.needs_pages(seq.row, seq.handle.request.max_length)
+            for number, more in enumerate(needs):
+                pages[number] += more or seq.handle.beams is not None
+        return pages
 
-    def _soon(self, seq: RunningSequence, filled: int) -> int:
-        """Tokens that a row of so many will have with the next rounds."""
-        return min(filled + self._runner.rounds, seq.handle.request.need)
+    def _upcoming_length(self, seq: RunningSequence, length: int) -> int:
+        """Tokens that a row of ``length`` tokens will have after the next rounds."""
+        return min(length + self._runner.max_rounds, seq.handle.request.max_length)
 
-    def forget_texts(self) -> None:
-        """Keep nothing that requests could begin with."""
+    def drop_prefixes(self) -> None:
+        """Evict all cached prefixes."""
         for root in list(self._prefixes.radix.roots.values()):
             self._prefixes.tiers.remove(root)
         self._prefixes.radix.roots.clear()
 
     def release(self, seq: RunningSequence) -> None:
-        """Take a request's rows and pages from it."""
+        """Take the rows and pages of a sequence back."""
         for row in seq.rows:
-            self._pages.release(row)
+            self._tables.release(row)
             self._runner.sampling_state.clear(row)
 
-    def keep(self, seq: RunningSequence) -> None:
-        """Let others share what a row's prompt has come to."""
-        if not self._sharing or seq.key.weights != self.weights:
+    def cache_prefix(self, seq: RunningSequence) -> None:
+        """Add the computed part of a sequence's prompt to the prefix cache."""
+        if not self._sharing or seq.namespace.weights != self.weights:
             return
-        key, prompt, filled, chunk = (
-            seq.key,
-            seq.prompt,
-            seq.filled,
-            self._pool_config.prefill_chunk,
-        )
-        if filled in seq.stops:
-            (rows, parts), _ = self._runner.take(seq.row, filled)
-            arrays = jax.tree.leaves((rows, parts))
-            begin_landing(arrays)
-            state = Checkpoint(filled, arrays, self._pages.retained(seq.row, filled))
-            self._prefixes.keep_checkpoint(key, prompt[:filled], state)
-            self._coming.append(lambda: _landed(arrays))
-        whole = filled // chunk * chunk if self._runner.exact else filled
-        tables = [table[seq.row] for table in self._pages.tables]
-        self._prefixes.keep_pages(key, prompt[:whole], tables)
+        namespace, prompt, length = seq.namespace, seq.prompt, seq.length
+        if length in seq.checkpoints:
+            (layers, parts), _ = self._runner.save_row(seq.row, length)
+            arrays = jax.tree.leaves((layers, parts))
+            _start_copy_to_host(arrays)
+            state = Checkpoint(length, arrays, self._tables.window_tables(seq.row, length))
+            self._prefixes.keep_checkpoint(namespace, prompt[:length], state)
+            self._transfers.append(lambda: _finish_copy_to_host(arrays))
+        chunk = self._pool_config.prefill_chunk
+        whole = length // chunk * chunk if self._runner.exact else length
+        tables = [table[seq.row] for table in self._tables.tables]
+        self._prefixes.keep_pages(namespace, prompt[:whole], tables)
 
-    def coming(self) -> list[Landing]:
-        """What is on its way to the host since this was last asked."""
-        found, self._coming = self._coming, []
-        return found
+    def take_transfers(self) -> list[Transfer]:
+        """The transfers that were started since the last call."""
+        transfers, self._transfers = self._transfers, []
+        return transfers
 
-    def land(self, landing: Sequence[Landing]) -> None:
-        """Take off the device what has come by now."""
-        for each in landing:
-            each()
-        if landing:
+    def complete(self, transfers: Sequence[Transfer]) -> None:
+        """Complete transfers whose step has come back."""
+        for transfer in transfers:
+            transfer()
+        if transfers:
             self._prefixes.tiers.enforce_limits()
 
     def swap_out(self, seq: RunningSequence) -> bool:
-        """Have all that a request has on the host, if it fits; it keeps its row."""
-        # One with drafts may have pages beyond its text; a search has texts that may yet be none.
+        """Start copying all that a sequence has to the host; False if that does not fit. Its rows
+        and pages must still be released."""
+        # Sequences with drafts may have pages past their end. Beam searches start over.
         if seq.handle.drafts is not None or seq.handle.beams is not None:
             return False
-        pages = self._pages.of(seq.row)
+        pages = self._tables.pages_of(seq.row)
         sizes = zip(pages, self._pool_config.groups, strict=True)
-        nbytes = self._pool_config.checkpoint_bytes + sum(
-            len(some) * kind.page_bytes for some, kind in sizes
-        )
-        if self.swapped + nbytes > self._host:
+        page_bytes = sum(len(own) * group.page_bytes for own, group in sizes)
+        nbytes = self._pool_config.checkpoint_bytes + page_bytes
+        if self.swapped_bytes + nbytes > self._host_bytes:
             return False
-        (rows, _), stands = self._runner.take(seq.row, seq.filled)
-        begin_landing((rows, stands))
+        (layers, _), progress = self._runner.save_row(seq.row, seq.length)
+        _start_copy_to_host((layers, progress))
         contents = [
-            self._prefixes.pool.start_read(number, [page for _, page in some])
-            for number, some in enumerate(pages)
+            self._prefixes.pool.start_read(number, [page for _, page in own])
+            for number, own in enumerate(pages)
         ]
-        columns = [[column for column, _ in some] for some in pages]
-        swapped = SwappedState(seq.filled, seq.count, rows, stands, columns, contents, nbytes)
+        columns = [[column for column, _ in own] for own in pages]
+        swapped = SwappedState(seq.length, seq.sampled, layers, progress, columns, contents, nbytes)
         seq.handle.swapped = swapped
-        self._coming.append(swapped.land)
-        self._count(nbytes)
+        self._transfers.append(swapped.finish_copy)
+        self._add_swapped_bytes(nbytes)
         return True
 
-    def swap_in(self, seq: RunningSequence, others: Sequence[RunningSequence]) -> bool:
-        """Let a request that was parked have its row and pages again; whether there are pages for
-        that, and for what the others want next."""
-        swapped: SwappedState = seq.handle.swapped
-        most = self._soon(seq, swapped.filled)
-        each = zip(
-            self._pool_config.groups, swapped.columns, self._wanted_next(others), strict=True
-        )
-        wanted = [max(len(columns), kind.max_pages(most)) + more for kind, columns, more in each]
-        if not self.has_room(wanted):
+    def swap_in(self, seq: RunningSequence, running: Sequence[RunningSequence]) -> bool:
+        """Give a swapped sequence its pages and state again. Returns whether enough pages are free
+        for it and for the next rounds of ``running`` sequences."""
+        swapped = seq.handle.swapped
+        assert swapped is not None
+        length, reserved = self._upcoming_length(seq, swapped.length), self._reserved(running)
+        groups = zip(self._pool_config.groups, swapped.columns, reserved, strict=True)
+        missing = [max(len(own), group.max_pages(length)) + more for group, own, more in groups]
+        if not self.ensure_free(missing):
             return False
-        swapped.land()
-        found = self._pages.take_up(seq.row, swapped.columns, swapped.filled)
-        for number, (pages, contents) in enumerate(zip(found, swapped.contents, strict=True)):
-            self._prefixes.pool.write(number, pages, contents())
-        self._runner.put(seq.row, swapped.rows, swapped.stands)
-        seq.filled, seq.count, seq.fresh = swapped.filled, swapped.count, False
-        self.forget(seq.handle)
+        swapped.finish_copy()
+        pages = self._tables.take(seq.row, swapped.columns, swapped.length)
+        for number, (own, read) in enumerate(zip(pages, swapped.pages, strict=True)):
+            self._prefixes.pool.write(number, own, read())
+        self._runner.restore_row(seq.row, swapped.layers, swapped.progress)
+        seq.length, seq.sampled, seq.fresh = swapped.length, swapped.sampled, False
+        self.drop_swapped(seq.handle)
         return True
 
-    def forget(self, handle: Any) -> None:
-        """Let go what a request had parked."""
+    def drop_swapped(self, handle: Handle) -> None:
+        """Free the host memory of a swapped request."""
         if handle.swapped is not None:
-            self._count(-handle.swapped.nbytes)
+            self._add_swapped_bytes(-handle.swapped.nbytes)
             handle.swapped = None
 
-    def swap(self, params: Any) -> None:
-        """Send other parameters from now on: what was computed by those before is forgotten."""
+    def set_params(self, params: Any) -> None:
+        """Use new parameters from now on; prefixes of the old ones are no longer shared."""
         self._runner.params = params
         self._prefixes.forget_weights(self.weights)
         self.weights += 1
 
-    def _count(self, nbytes: int) -> None:
-        """So many bytes more of the host are requests', and none of texts."""
-        self.swapped += nbytes
-        self._prefixes.tiers.limits["host"] = max(self._host - self.swapped, 0)
+    def _add_swapped_bytes(self, nbytes: int) -> None:
+        self.swapped_bytes += nbytes
+        self._prefixes.tiers.limits["host"] = max(self._host_bytes - self.swapped_bytes, 0)
         self._prefixes.tiers.enforce_limits()
 
 
-def _landed(arrays: list[Any]) -> None:
+def _start_copy_to_host(arrays: Any) -> None:
+    for x in jax.tree.leaves(arrays):
+        x.copy_to_host_async()
+
+
+def _finish_copy_to_host(arrays: list[Any]) -> None:
     arrays[:] = [np.asarray(x) for x in arrays]
 
 
 @contextmanager
 def _locked(path: Sequence[Node]) -> Iterator[None]:
-    """While pages are looked for, a text that is gone on from can't leave; after that its pages are
-    the row's too."""
+    """Keep a cached prefix from being evicted until its pages are shared."""
     for node in path:
         node.lock_count += 1
     try:

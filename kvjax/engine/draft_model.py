@@ -1,4 +1,4 @@
-"""The rows of a draft's model, beside those of an engine: what each has read of its text."""
+"""A draft model in an engine: its own rows and pages, and the program that proposes tokens."""
 
 import functools
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.pool_config import with_slack
+from kvjax.engine.pool_config import max_pages_per_row, with_window_slack
 from kvjax.engine.programs import (
     EngineState,
     VerifyInputs,
-    context_of,
-    some_of,
-    with_some,
-    written_to,
+    program_context,
+    select_rows,
+    update_rows,
+    written_at,
 )
 from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.drafts.draft_model import Draft, DraftModel
@@ -30,6 +30,7 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress, choose_tokens
 from kvjax.layouts import Paged, paged
 from kvjax.memory.sizes import device_bytes
+from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import per_layer
 from kvjax.prefixes.pool_config import PoolConfig, make_pool_config
@@ -40,72 +41,79 @@ from kvjax.sampling.history import TokenHistory
 
 @pytree_dataclass
 class ProposeInputs:
-    """What the rows of a ``VerifyInputs`` want of the draft's model.
+    """What a draft model proposes for the rows of a ``VerifyInputs``.
 
-    ``count``: int32[n], tokens of each, 0 for none; ``known``: int32[n], those of its text that the
-    draft's cache holds; ``begun``: int32[n], new tokens that it has; ``tables``: of the draft's
-    kinds of layers, int32[n, columns].
+    ``count``: int32[n], tokens to propose, 0 for none; ``lengths``: int32[n], tokens of the row
+    that the draft model's cache has; ``sampled``: int32[n], new tokens of the row; ``tables``: for
+    each of the draft model's cache groups int32[n, columns].
     """
 
     count: PerRow
-    known: PerRow
-    begun: PerRow
+    lengths: PerRow
+    sampled: PerRow
     tables: tuple[Array, ...]
 
 
-@functools.partial(jax.jit, static_argnames="proposer", donate_argnames="held")
+@functools.partial(jax.jit, static_argnames="proposer", donate_argnames="engine_state")
 def propose(
-    held: EngineState,
+    engine_state: EngineState,
     proposer: DraftModelProposer,
     params: Any,
-    past: TokenHistory,
-    drafted: VerifyInputs,
-    wanted: ProposeInputs,
+    history: TokenHistory,
+    verify: VerifyInputs,
+    inputs: ProposeInputs,
 ) -> tuple[EngineState, tuple[Tokens, PerRow]]:
-    """The tokens and counts of ``drafted``, with what the draft's model would write.
+    """Read the tokens that the draft model's cache lacks, and propose the next ones.
 
-    ``held``: of its own rows; ``past``: the texts of all of the engine's rows, whole where they
-    want something. What the draft reads of these is then in its cache, and what it proposes, but
-    for the newest.
+    Args:
+      engine_state: of the draft model's rows.
+      history: tokens of all rows of the engine.
+
+    Returns:
+      The state, whose cache then has all proposed tokens except the last; and ``tokens`` and
+      ``count`` of ``verify`` with the proposals.
     """
-    before, some = some_of(held, drafted.rows), wanted.count > 0
-    cache, settings = before.cache, drafted.asked.sampling
-    if len(drafted.rows) < held.cache.batch:
-        past = jax.tree.map(lambda x: jnp.take(x, drafted.rows, axis=0, mode="clip"), past)
-    assert past.length is not None
-    fresh = some & (wanted.known == 0)
+    before, drafting = select_rows(engine_state, verify.rows), inputs.count > 0
+    cache, settings = before.cache, verify.params.sampling
+    if len(verify.rows) < engine_state.cache.batch:
+        history = jax.tree.map(lambda x: jnp.take(x, verify.rows, axis=0, mode="clip"), history)
+    assert history.length is not None
+    fresh = drafting & (inputs.lengths == 0)
     cache = replace(cache, written=jnp.where(fresh[:, None], 0, cache.written))
-    ends = jnp.where(some, past.length + wanted.count - 1, 0)
-    lengths = jnp.where(some, wanted.known, 0)
-    context = context_of(cache, lengths, wanted.tables, written=written_to(cache, ends))
+    ends = jnp.where(drafting, history.length + inputs.count - 1, 0)
+    lengths = jnp.where(drafting, inputs.lengths, 0)
+    context = program_context(cache, lengths, inputs.tables, written=written_at(cache, ends))
     filters = replace(settings.filters, mesh=cache.spread is not None)
 
-    def one(
-        progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
+    def choose(
+        progress: Progress, history: TokenHistory, logits: Logits, limit: PerRow
     ) -> tuple[Progress, TokenHistory]:
-        found: Any = choose_tokens(progress, past, logits, filters, settings, limit)
-        return found
+        chosen: Any = choose_tokens(progress, history, logits, filters, settings, limit)
+        return chosen
 
-    newest: Any = drafted.tokens[:, 0]
-    progress = Progress(newest, wanted.begun, ~some, some & ~some)
-    (tokens, count), context = proposer.propose(params, context, progress, past, wanted.count, one)
-    tokens = jnp.where(some[:, None], tokens, drafted.tokens[:, 1:])
-    tokens = jnp.concatenate([drafted.tokens[:, :1], tokens], axis=1)
-    after = EngineState(context.cache, before.progress, before.past)
-    # One at least, whatever it is: a row's own token is chosen by the check.
-    found = tokens, jnp.where(some, jnp.maximum(count, 1), drafted.count)
-    return with_some(held, drafted.rows, after), found
+    newest: Any = verify.tokens[:, 0]
+    none_broken = jnp.zeros_like(drafting)
+    progress = Progress(newest, inputs.sampled, ~drafting, none_broken)
+    (tokens, count), context = proposer.propose(
+        params, context, progress, history, inputs.count, choose
+    )
+    tokens = jnp.where(drafting[:, None], tokens, verify.tokens[:, 1:])
+    tokens = jnp.concatenate([verify.tokens[:, :1], tokens], axis=1)
+    after = EngineState(context.cache, before.progress, before.history)
+    # At least one token is verified, right or wrong: that pass also chooses the model's own token.
+    count = jnp.where(drafting, jnp.maximum(count, 1), verify.count)
+    return update_rows(engine_state, verify.rows, after), (tokens, count)
 
 
 class DraftModelRunner:
-    """So many rows of a draft's model, in pages of their own, as many as they can need.
+    """A draft model with as many rows as the engine, in pools that hold all rows at full length.
 
-    ``max_len``: tokens of a text; ``chunk``: of those that it reads together. ``nbytes``: that the
-    draft takes of the device, its cache, and parameters that are not the model's; ``max_rewind``:
-    as of ``ModelRunner``.
+    ``nbytes``: device memory of its cache, and of parameters that it does not share with the
+    model; ``max_rewind``: as in ``ModelRunner``.
 
     Raises:
-      ValueError: if the draft has too few positions; as of ``PrefixTree``, of its policy.
+      ValueError: if the draft model has fewer positions than ``max_len``; if its policy names the
+        pages of its pools, or does not fit pages.
     """
 
     def __init__(
@@ -117,94 +125,94 @@ class DraftModelRunner:
                 f"the engine's max_seq_len is {max_len}, but the draft has only {limit} positions"
             )
         self._lm = draft.lm if lm.mesh is None else draft.lm.on(lm.mesh)
-        self._chunk, self._vocab = chunk, lm.config.vocab_size
-        pool_config = _pool_config(self._lm, draft, count, max_len, chunk)
-        ours = {id(x) for x in jax.tree.leaves(lm.params)}
-        own = [x for x in jax.tree.leaves(draft.lm.params) if id(x) not in ours]
+        self._chunk, self._vocab, self._count = chunk, lm.config.vocab_size, count
+        self._pool_config = config = draft_pool_config(self._lm, draft, count, max_len, chunk)
+        shared = {id(x) for x in jax.tree.leaves(lm.params)}
+        own = [x for x in jax.tree.leaves(draft.lm.params) if id(x) not in shared]
+        self._weight_bytes = tree_bytes(own)
         cache = device_bytes(
-            pool_config.model_config, list(pool_config.policies), count, max_len, pool_config.mesh
+            config.model_config, list(config.policies), count, max_len, config.mesh
         )
-        self.own_weights = tree_bytes(own)
-        self.nbytes = cache + self.own_weights
-        self._pool_config, self._count = pool_config, count
+        self.nbytes = cache + self._weight_bytes
 
     def allocate(self) -> int:
-        """Make the cache; bytes of all that the draft has."""
-        texts = CachedSequences(self._pool_config, (0, 0, None))
-        self._runner = ModelRunner(self._lm, self._pool_config, texts, self._count, 1, True)
-        self.max_rewind, found = self._runner.max_rewind, self._runner.allocated
-        return self.own_weights + found["pool_bytes"] + found["row_bytes"]
+        """Allocate the cache. Returns ``draft_bytes`` of ``EngineStats``."""
+        prefixes = CachedSequences(self._pool_config, (0, 0, None))
+        self._runner = ModelRunner(self._lm, self._pool_config, prefixes, self._count, 1, True)
+        self.max_rewind, allocated = self._runner.max_rewind, self._runner.allocated
+        return self._weight_bytes + allocated["pool_bytes"] + allocated["row_bytes"]
 
     def propose(
         self,
-        drafted: VerifyInputs,
-        some: Sequence[tuple[int, RunningSequence, int]],
-        past: TokenHistory,
+        verify: VerifyInputs,
+        drafting: Sequence[tuple[int, RunningSequence, int]],
+        history: TokenHistory,
     ) -> VerifyInputs:
-        """With so many proposed tokens of some rows, each at its place in the arrays; ``past``: the
-        texts of all."""
-        size = len(drafted.rows)
-        count, known, begun = np.zeros((3, size), np.int32)
-        for at, seq, more in some:
-            self._read(seq, more)
-            count[at], known[at], begun[at] = more, seq.read, seq.count
-            seq.read = seq.filled + 1
-        numbers: Any = count, known, begun, self._runner.tables(drafted.rows)
-        wanted = ProposeInputs(*numbers)
-        most, own = drafted.tokens.shape[1] - 1, self._lm.config.vocab_size
-        proposer = DraftModelProposer(most, None, self._lm.architecture, own, self._vocab)
-        found = self._runner.run(propose, proposer, self._runner.params, past, drafted, wanted)
-        return replace(drafted, tokens=found[0], count=found[1])
+        """``verify`` with proposed tokens; ``drafting``: (place in ``verify``, sequence, number of
+        tokens); ``history``: of all rows."""
+        count, lengths, sampled = np.zeros((3, len(verify.rows)), np.int32)
+        for place, seq, tokens in drafting:
+            self._catch_up(seq, tokens)
+            count[place], lengths[place], sampled[place] = tokens, seq.draft_length, seq.sampled
+            seq.draft_length = seq.length + 1
+        numbers: Any = count, lengths, sampled, self._runner.tables_of(verify.rows)
+        limit, own_vocab = verify.tokens.shape[1] - 1, self._lm.config.vocab_size
+        proposer = DraftModelProposer(limit, None, self._lm.architecture, own_vocab, self._vocab)
+        tokens, counts = self._runner.dispatch(
+            propose, proposer, self._runner.params, history, verify, ProposeInputs(*numbers)
+        )
+        return replace(verify, tokens=tokens, count=counts)
 
     def compile(self) -> int:
-        """Run every program that reads once, without tokens; how many there are."""
-        for width in self._runner.widths:
-            self._runner.read(0, [], 0, width)
-        return len(self._runner.widths)
+        """Run every prefill program once without tokens. Returns how many there are."""
+        for width in self._runner.chunk_widths:
+            self._runner.append(0, [], 0, width)
+        return len(self._runner.chunk_widths)
 
-    def _read(self, seq: RunningSequence, more: int) -> None:
-        """Let a row have the pages of its text and so many tokens more, and read what is missing of
-        it, but for what is read with what is proposed."""
-        pages, length = self._runner.page_tables, seq.filled + 1
-        if not seq.read:  # another's was there
-            pages.release(seq.row)
-        while length - seq.read > MAX_DRAFT_TOKENS + 1:
-            end, last = min(seq.read + self._chunk, length - 1), self._lm.config.vocab_size - 1
-            text = [*seq.prompt, *seq.handle.drawn][seq.read : end]
-            pages.extend(seq.row, end)
-            self._runner.read(seq.row, [min(token, last) for token in text], seq.read)
-            seq.read = end
-        pages.extend(seq.row, length + more - 1)
+    def _catch_up(self, seq: RunningSequence, tokens: int) -> None:
+        """Give a row the pages of its sequence and ``tokens`` more, and prefill what its cache
+        lacks, except for the last tokens, which ``propose`` reads itself."""
+        tables, length = self._runner.page_tables, seq.length + 1
+        if not seq.draft_length:  # the row may still have pages of another request
+            tables.release(seq.row)
+        while length - seq.draft_length > MAX_DRAFT_TOKENS + 1:
+            start, last_id = seq.draft_length, self._lm.config.vocab_size - 1
+            end = min(start + self._chunk, length - 1)
+            chunk = [*seq.prompt, *seq.handle.generated][start:end]
+            tables.extend(seq.row, end)
+            self._runner.append(seq.row, [min(token, last_id) for token in chunk], start)
+            seq.draft_length = end
+        tables.extend(seq.row, length + tokens - 1)
 
 
 def draft_runner_of(
     lm: LanguageModel, draft: Draft | None, count: int, max_len: int, chunk: Any
 ) -> DraftModelRunner | None:
-    """The rows of a draft, where it has a model; see ``DraftModelRunner``."""
+    """The runner of an engine's draft model; None for other drafts."""
     if not isinstance(draft, DraftModel):
         return None
     return DraftModelRunner(lm, draft, count, max_len, as_int("prefill_chunk", chunk, 1))
 
 
-def _pool_config(
+def draft_pool_config(
     lm: LanguageModel, draft: DraftModel, count: int, max_len: int, chunk: int
 ) -> PoolConfig:
-    policies = [_in_pages(each) for each in per_layer(draft.cache, lm.config)]
-    if any((layout := paged(each.layout)) and layout.pages is not None for each in policies):
+    """The pools of a draft model with ``count`` rows."""
+    policies = [_paged(policy) for policy in per_layer(draft.cache, lm.config)]
+    layouts = [paged(policy.layout) for policy in policies]
+    if any(layout is not None and layout.pages is not None for layout in layouts):
         raise ValueError(
-            "the policy of a draft names the pages of its pools: in an engine these are as many as "
-            "its rows can need"
+            "the draft's policy names the pages of its pools: leave them out, an engine allocates "
+            "enough for all rows"
         )
-    policies = with_slack(policies, max(chunk, MAX_DRAFT_TOKENS + 1) - 1)
+    policies = with_window_slack(policies, max(chunk, MAX_DRAFT_TOKENS + 1) - 1)
 
-    def pool_config(pages: int) -> PoolConfig:
+    def config(pages: int) -> PoolConfig:
         return make_pool_config(lm, policies, pages, None, max_len, chunk, True, 1)
 
-    return pool_config(
-        count * max(kind.page_group.layout.columns for kind in pool_config(1).groups)
-    )
+    return config(count * max_pages_per_row(config(1)))
 
 
-def _in_pages(policy: Any) -> Any:
+def _paged(policy: CachePolicy) -> CachePolicy:
     inner = policy.layout
     return policy if paged(inner) else replace(policy, layout=Paged(inner=inner))

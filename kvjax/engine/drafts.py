@@ -1,4 +1,4 @@
-"""A request's drafts: what proposes them, and how many tokens are worth it."""
+"""Which draft a request uses, and how many tokens it drafts next."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,85 +15,134 @@ from kvjax.generation.drafts.draft_model import (
     relative_size,
     resolve_draft,
 )
+from kvjax.generation.guides.masks import Guide
 from kvjax.generation.loaded_model import LanguageModel
 
-Load = Callable[[DraftCost], DraftCost]
-"""What a draft's price is beside the rows that decode now."""
+ENGINE_DRAFT = "engine"
+"""As ``draft`` of a request: the draft that the engine was created with."""
 MAX_DRAFT_TOKENS = 7
-"""Tokens of a draft that a program checks, at most."""
+"""Maximum number of drafted tokens that one pass verifies."""
+
+AdjustCost = Callable[[DraftCost], DraftCost]
+"""Turns the cost of drafting for a single row into the cost next to the rows that decode now."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """How a request's tokens are to be drafted; ``price``: of a draft, None where that does not
-    matter."""
+    """A request's draft and its ``cost``; None drafts as many tokens as possible."""
 
     draft: Draft
-    price: DraftCost | None
+    cost: DraftCost | None
+
+
+@dataclass(frozen=True)
+class DraftPlanner:
+    """Chooses the draft of each request of an engine.
+
+    ``engine_draft``: what the engine was created with; ``batch_size``: how many rows are verified
+    in one pass.
+    """
+
+    lm: LanguageModel
+    engine_draft: Draft | None
+    platform: str
+    batch_size: int
+
+    def plan(self, draft: Any, guide: Guide | None, beams: int) -> DraftPlan | None:
+        """The plan of a request with this ``draft`` argument; None for no draft.
+
+        Raises:
+          ValueError: if ``draft`` is neither a draft nor ``"engine"``, or is another model than the
+            engine's; if the guide has no ``copy()``.
+        """
+        copyable = guide is None or hasattr(guide, "copy")
+        if isinstance(draft, str) and draft == ENGINE_DRAFT:
+            # The default: requests that cannot be drafted go without.
+            chosen = self.engine_draft if copyable and beams == 1 else None
+        else:
+            chosen = resolve_draft(self.lm, draft)
+        if chosen is None:
+            return None
+        if isinstance(chosen, DraftModel) and chosen is not self.engine_draft:
+            raise ValueError(
+                "draft is a model that the engine was not created with: give it to Engine(lm, "
+                "draft=...), or use draft='engine', 'lookup', a PromptLookup or None"
+            )
+        if not copyable:
+            raise ValueError("draft needs a guide with copy(), to compute masks along the draft")
+        if not chosen.adaptive:
+            return DraftPlan(chosen, None)
+        size = relative_size(self.lm, chosen.lm) if isinstance(chosen, DraftModel) else 0.0
+        cost = draft_cost(self.platform, self.batch_size, MAX_DRAFT_TOKENS, size)
+        return DraftPlan(chosen, cost)
 
 
 class DraftState:
-    """Of a request, as its text goes on; ``by_model``: whether the engine's draft proposes them."""
+    """A request's drafts while it runs: recent acceptance, and the lookup table of its text.
 
-    def __init__(self, drafting: DraftPlan, tokens: Sequence[int]) -> None:
-        draft = drafting.draft
-        self._most, self._price = draft.length or MAX_DRAFT_TOKENS, drafting.price
-        self._fared = Acceptance.new(1)
-        self._lookups = (
-            PromptLookupState(draft, tokens) if isinstance(draft, PromptLookup) else None
-        )
-        self.by_model = self._lookups is None
+    ``by_model``: whether the engine's draft model proposes the tokens; if not, they are looked up.
+    """
+
+    def __init__(self, plan: DraftPlan, tokens: Sequence[int]) -> None:
+        draft = plan.draft
+        self._max_tokens, self._cost = draft.length or MAX_DRAFT_TOKENS, plan.cost
+        self._acceptance = Acceptance.new(1)
+        self._lookup = LookupTable(draft, tokens) if isinstance(draft, PromptLookup) else None
+        self.by_model = self._lookup is None
 
     def push(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
-        self._fared = self._fared.without_draft(len(tokens))
-        if self._lookups is not None:
-            self._lookups.push(tokens)
+        """Append new tokens of the request."""
+        self._acceptance = self._acceptance.without_draft(len(tokens))
+        if self._lookup is not None:
+            self._lookup.push(tokens)
 
-    def takes(self, most: int, load: Load, known: bool) -> float:
-        """What a token takes with drafts of at most so many, of what it takes without: infinity
-        where there are none, and 1 where they are made whatever they take. ``known``: whether the
-        text is there to be looked up; else it is thought that something is found."""
-        if self._price is None:
+    def relative_cost(self, limit: int, adjust: AdjustCost, known: bool) -> float:
+        """The cost of a token with drafts of at most ``limit`` tokens, relative to the cost without
+        drafts: infinity if nothing can be drafted, 1 if drafts are not adaptive.
+
+        ``known``: whether all tokens of the request are known, so that they can be looked up;
+        otherwise the lookup is assumed to find a match.
+        """
+        if self._cost is None:
             return 1.0
-        most = max(min(most, self._most), 0)
-        if self._lookups is not None and known:
-            most = len(self._lookups.found(most))
-        if self._fared.cooldown > 0 or not most:
+        limit = max(min(limit, self._max_tokens), 0)
+        if self._lookup is not None and known:
+            limit = len(self._lookup.propose(limit))
+        if self._acceptance.cooldown > 0 or not limit:
             return math.inf
-        found: Any = np.array([most])
-        return float(self._fared.relative_time(found, load(self._price))[0])
+        count: Any = np.array([limit])
+        return float(self._acceptance.relative_time(count, adjust(self._cost))[0])
 
-    def idle(self, most: int, load: Load) -> bool:
-        """Whether nothing is drafted for now, of at most so many tokens, whatever they may be: for
-        drafts rest, or are not worth it at this load."""
-        return not self._worth(min(most, self._most), load)
+    def idle(self, limit: int, adjust: AdjustCost) -> bool:
+        """Whether no draft of up to ``limit`` tokens is worth its cost now."""
+        return not self._worthwhile(min(limit, self._max_tokens), adjust)
 
-    def next(self, most: int, load: Load) -> tuple[int, list[int]]:
-        """How many tokens are worth checking next, at most so many, and which, where they were
-        looked up."""
-        most = max(min(most, self._most), 0)
-        found = None if self._lookups is None else self._lookups.found(most)
-        count = self._worth(most if found is None else len(found), load)
-        return count, (found or [])[:count]
+    def next(self, limit: int, adjust: AdjustCost) -> tuple[int, list[int]]:
+        """How many tokens to verify next, at most ``limit``; and the tokens, if they were looked
+        up."""
+        limit = max(min(limit, self._max_tokens), 0)
+        tokens = None if self._lookup is None else self._lookup.propose(limit)
+        count = self._worthwhile(limit if tokens is None else len(tokens), adjust)
+        return count, (tokens or [])[:count]
 
-    def _worth(self, most: int, load: Load) -> int:
-        """How many tokens of as many as could be drafted are worth it."""
-        if self._fared.cooldown > 0 or not most:
+    def record(self, count: int, accepted: int) -> None:
+        """Record how many of ``count`` drafted tokens were accepted; ``push`` has them already."""
+        drafted, right, active = np.array([count]), np.array([accepted]), np.array([True])
+        args: Any = drafted, right, self._max_tokens, self._cost, active
+        self._acceptance = self._acceptance.updated(*args)
+
+    def _worthwhile(self, available: int, adjust: AdjustCost) -> int:
+        """How many of the ``available`` tokens are worth drafting."""
+        if self._acceptance.cooldown > 0 or not available:
             return 0
-        price, found = self._price and load(self._price), np.array([most])
-        given: Any = found, price, found > 0
-        return int(self._fared.draft_lengths(*given)[0])
-
-    def checked(self, count: int, accepted: int) -> None:
-        """Of so many drafted tokens so many were right; the text has them already."""
-        sent, right, active = np.array([count]), np.array([accepted]), np.array([True])
-        each: Any = sent, right, self._most, self._price, active
-        self._fared = self._fared.updated(*each)
+        cost, count = self._cost and adjust(self._cost), np.array([available])
+        args: Any = count, cost, count > 0
+        return int(self._acceptance.draft_lengths(*args)[0])
 
 
-class PromptLookupState:
-    """The text of a request, and where its beginnings have ended before: see ``PromptLookup``."""
+class LookupTable:
+    """Proposes the tokens that followed the request's newest n-gram earlier in its text; see
+    ``PromptLookup``."""
 
     def __init__(self, draft: PromptLookup, tokens: Sequence[int]) -> None:
         self._draft, self._text = draft, list(tokens[:1])
@@ -101,63 +150,18 @@ class PromptLookupState:
         self.push(tokens[1:])
 
     def push(self, tokens: Sequence[int]) -> None:
-        """The text goes on."""
+        """Append new tokens of the request."""
         for token in tokens:
             for count in range(self._draft.shortest, self._draft.longest + 1):
                 if count <= len(self._text):
                     self._ends[tuple(self._text[-count:])] = len(self._text)
             self._text.append(token)
 
-    def found(self, most: int) -> list[int]:
-        """So many tokens that it may go on with; none where nothing was met before."""
+    def propose(self, limit: int) -> list[int]:
+        """``limit`` tokens; none if no n-gram at the end of the text occurred before."""
         for count in range(self._draft.longest, self._draft.shortest - 1, -1):
             end = self._ends.get(tuple(self._text[-count:])) if count <= len(self._text) else None
             if end is not None:
                 followed = self._text[end:]
-                return [followed[n % len(followed)] for n in range(most)]
+                return [followed[n % len(followed)] for n in range(limit)]
         return []
-
-
-ENGINE_DRAFT = "engine"
-"""What the engine was made with."""
-
-
-@dataclass(frozen=True)
-class DraftPlanner:
-    """What requests of an engine can be drafted by.
-
-    ``lm``: the model; ``own``: what the engine was made with, None for nothing; ``platform``; and
-    how many rows are checked ``together``.
-    """
-
-    lm: LanguageModel
-    own: Draft | None
-    platform: str
-    together: int
-
-    def asked(self, given: Any, guide: Any, beams: int) -> DraftPlan | None:
-        """For a request that asks for ``given``; None for nothing.
-
-        Raises:
-          ValueError: if it is no draft, or a model that the engine does not have; for a guide that
-            can't be copied.
-        """
-        along = guide is None or hasattr(guide, "copy")
-        if isinstance(given, str) and given == ENGINE_DRAFT:
-            # Not asked for: where it can't be, the request goes without.
-            draft = self.own if along and beams == 1 else None
-        else:
-            draft = resolve_draft(self.lm, given)
-        if draft is None:
-            return None
-        if isinstance(draft, DraftModel) and draft is not self.own:
-            raise ValueError(
-                "an engine drafts with the model that it was made with, Engine(lm, draft=...): a "
-                "request asks for that, 'engine', or for 'lookup', a PromptLookup or None"
-            )
-        if not along:
-            raise ValueError("a guide beside a draft has copy(), and goes along it with that")
-        if not draft.adaptive:
-            return DraftPlan(draft, None)
-        share = relative_size(self.lm, draft.lm) if isinstance(draft, DraftModel) else 0.0
-        return DraftPlan(draft, draft_cost(self.platform, self.together, MAX_DRAFT_TOKENS, share))

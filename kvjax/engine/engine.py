@@ -1,4 +1,4 @@
-"""Continuous batching: requests come and go, and the device never waits."""
+"""The engine: continuous batching of requests in the rows of one cache."""
 
 import itertools
 import threading
@@ -13,13 +13,13 @@ from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.draft_model import draft_runner_of
 from kvjax.engine.drafts import DraftPlanner
 from kvjax.engine.handle import Handle, Piece
-from kvjax.engine.model_runner import ModelRunner, alike
+from kvjax.engine.model_runner import ModelRunner, replacement_params
 from kvjax.engine.pool_config import DEFAULT_ROWS, engine_pool_config, max_sequence_length
-from kvjax.engine.request import Request, RequestParams, asked
+from kvjax.engine.request import Request, RequestParams, parse_request
 from kvjax.engine.results import InFlightStep, InFlightSteps
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.speculative import SpeculativeDecoder
-from kvjax.engine.stats import Counters, EngineStats, counted
+from kvjax.engine.stats import Counters, EngineStats
 from kvjax.generation.aot.compiling import Compiled
 from kvjax.generation.best_of import best_rows
 from kvjax.generation.drafts.draft_model import DraftChoice, resolve_draft
@@ -33,9 +33,8 @@ from kvjax.prefixes.sequences import CachedSequences
 
 
 class Engine:
-    """Requests that come and go, in the rows of one paged cache: continuous batching (Yu et al.,
-    Orca, OSDI 2022), with chunks of prompts between rounds of decoding (Agrawal et al.,
-    Sarathi-Serve, arXiv:2403.02310) over pages (Kwon et al., arXiv:2309.06180).
+    """Serves many requests at once with continuous batching, chunked prefill, a paged cache and
+    shared prefixes.
 
     ::
 
@@ -43,41 +42,52 @@ class Engine:
         for handle in engine.run(["The json module", "An iterator"], max_new_tokens=32):
             print(handle.text, handle.reason)
 
-    ``submit`` takes a request at any time, and ``step`` does the next piece of work of all: it
-    gives the device what is to be done next, and takes in what it has done before. Requests go by
-    ``priority``, then in order. What each is given does not depend on the others: its draws go by
-    its own seed and the numbers of its tokens alone, and with ``exact`` its logits are, to the last
-    bit, those of the same request alone, whoever it shares a beginning or gives its memory to; but
-    for one with drafts, of which the last bits go by where these were made.
+    ``submit`` adds a request at any time. Each ``step`` dispatches programs for all of them, and
+    collects the output of earlier steps. Requests are scheduled by ``priority``, then in order.
 
-    Where pages run out, texts leave that no request has; then the youngest request gives its pages
-    and its row away. It waits with all that it had on the host, as far as ``host_memory`` goes, or
-    is computed again, and goes on where it was.
+    A request's result does not depend on the other requests: its random numbers depend on its seed
+    and its tokens' indices alone. With ``exact`` its logits are also bitwise the same as if it ran
+    alone, whether or not it shares a prefix or is preempted. The exception is a request with
+    drafts, whose logits may differ in their last bits.
+
+    When pages run out, cached prefixes are evicted first. Then the newest request is preempted: its
+    state is swapped to the host if ``host_memory`` allows, else it is computed again, and it
+    continues where it stopped.
+
+    Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve",
+    arXiv:2403.02310 (chunked prefill); Kwon et al., "PagedAttention", arXiv:2309.06180.
 
     Args:
-      lm: the model; on its mesh, of ``tensor`` alone, if it has one.
-      policy: as for ``PrefixTree``: layers in pages, or with windows; one at least in pages.
-      limits: ``max_batch_size``: rows, by default 8; ``max_seq_len``: tokens of prompt and new
-        text, by default as many as the model has positions; ``cache_memory_ratio``,
-        ``device_memory``: of the pools, where neither ``pages`` nor ``memory`` is given;
-        ``prefetch_steps``: steps that are sent before what they go on from has come back.
-      pages: of each pool. ``memory``: in place of it, bytes, or ``"2GiB"``, that all may take. By
-        default what all rows can need, or nine tenths of what weights leave of the device.
-      prefill_chunk: tokens of a prompt that are computed together, at most.
-      step_tokens: of a step, those of padding among them; by default a chunk, and one for each row.
-      decode_rounds: tokens of each row that are sent for at once, at most: stop strings, and those
-        who come, wait for so many.
-      exact: see above; without it few rows decode in smaller programs, CPUs multiply most of a full
-        pool where it lies, and what others may share is not rounded down to whole chunks.
-      prefix_cache: whether requests share beginnings; ``checkpoint_every``: as of ``PrefixTree``.
-      host_memory: bytes, or text, for requests that wait, and for prefixes that leave the device.
-      draft: what drafts for requests that name nothing else, as of ``generate``: a model has rows
-        of its own, in pages, and keeps its parameters. CPUs draft where all rows that decode do,
-        and it is worth it.
-      rotary_len: as of ``init_cache``.
+      lm: the model, on one device or on a mesh with a ``tensor`` axis alone.
+      policy: cache policy, as for ``PrefixTree``: layers with pages or windows, at least one with
+        pages.
+      limits: ``max_batch_size`` is the number of rows, 8 by default. ``max_seq_len`` is the maximum
+        number of tokens of a request, prompt and new tokens together; by default all positions of
+        the model. ``cache_memory_ratio`` and ``device_memory`` size the pools if neither ``pages``
+        nor ``memory`` is given. ``prefetch_steps`` is the number of steps that are dispatched
+        before the output of an earlier one is needed.
+      pages: pages of each pool.
+      memory: bytes of all pools, or text such as ``"2GiB"``, instead of ``pages``. By default the
+        pools hold all rows at full length, or nine tenths of the device memory that the weights
+        leave.
+      prefill_chunk: maximum number of prompt tokens that are computed together.
+      step_tokens: maximum number of tokens in a step, including padding; by default
+        ``prefill_chunk`` plus one for each row.
+      decode_rounds: maximum number of tokens that a row decodes in one dispatch. Stop strings and
+        new requests take effect after it.
+      exact: see above. Without it, few rows decode in smaller batches, CPUs read most of a full
+        pool in place, and shared prefixes are not rounded down to whole chunks.
+      prefix_cache: whether requests share prefixes.
+      checkpoint_every: as for ``PrefixTree``.
+      host_memory: bytes, or text, for preempted requests and evicted prefixes.
+      draft: the default draft of requests, as for ``generate``. A draft model has its own rows and
+        pages, and its parameters stay as they are. On a CPU requests draft only when all decoding
+        rows do, and only if it saves time.
+      rotary_len: as for ``init_cache``.
 
     Raises:
-      ValueError: as of ``PrefixTree``, and of a draft; if a limit is too small for one token.
+      ValueError: as ``PrefixTree``; if the draft does not fit the model; if a limit is too small
+        for a single token.
     """
 
     @allow_host_to_device
@@ -101,12 +111,13 @@ class Engine:
     ) -> None:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
-        count = limits.max_batch_size or DEFAULT_ROWS
+        rows = limits.max_batch_size or DEFAULT_ROWS
         rounds = as_int("decode_rounds", decode_rounds, 1)
         exact = as_bool("exact", exact)
         prefix_cache = as_bool("prefix_cache", prefix_cache)
-        own = resolve_draft(lm, draft)
-        second = draft_runner_of(lm, own, count, max_sequence_length(lm, limits), prefill_chunk)
+        engine_draft = resolve_draft(lm, draft)
+        max_length = max_sequence_length(lm, limits)
+        draft_runner = draft_runner_of(lm, engine_draft, rows, max_length, prefill_chunk)
         self.pool_config = engine_pool_config(
             lm,
             policy,
@@ -117,36 +128,40 @@ class Engine:
             rounds,
             exact,
             checkpoint_every,
-            0 if second is None else second.nbytes,
+            0 if draft_runner is None else draft_runner.nbytes,
             rotary_len,
         )
-        least = prefill_chunk + count
-        tokens = least if step_tokens is None else as_int("step_tokens", step_tokens, least)
-        host = in_bytes("host_memory", host_memory)
-        self._prefixes = CachedSequences(self.pool_config, (host, 0, None))
-        self._runner = ModelRunner(lm, self.pool_config, self._prefixes, count, rounds, exact)
-        self._cache_manager = CacheManager(self._runner, host, prefix_cache)
+        default = prefill_chunk + rows
+        tokens = default if step_tokens is None else as_int("step_tokens", step_tokens, default)
+        host_bytes = in_bytes("host_memory", host_memory)
+        self._prefixes = CachedSequences(self.pool_config, (host_bytes, 0, None))
+        self._runner = runner = ModelRunner(
+            lm, self.pool_config, self._prefixes, rows, rounds, exact
+        )
+        self._cache_manager = manager = CacheManager(runner, host_bytes, prefix_cache)
         self._counters = Counters()
-        self._speculative = SpeculativeDecoder(self._runner, second)
-        self._scheduler = Scheduler(
-            self._runner, self._cache_manager, self._speculative, tokens, self._counters
-        )
+        self._speculative = speculative = SpeculativeDecoder(runner, draft_runner)
+        self._scheduler = Scheduler(runner, manager, speculative, tokens, self._counters)
         self._draft_planner = DraftPlanner(
-            lm, own, self._runner.platform, self._speculative.together
+            lm, engine_draft, runner.platform, speculative.batch_size
         )
-        self._ahead = limits.prefetch_steps
-        self._in_flight = InFlightSteps(self._counters, self._cache_manager.land, self._end)
+        self._prefetch_steps = limits.prefetch_steps
+        self._in_flight = InFlightSteps(self._counters, manager.complete, self._end)
         self._inbox: deque[Callable[[], Any]] = deque()
-        self._numbers, self.stepping = itertools.count(1), threading.RLock()
+        self._numbers = itertools.count(1)
+        self.stepping = threading.RLock()
 
     @without_mesh_context
     def compile(self) -> Compiled:
-        """Compile all that its rows will ever run; else that is done when it is first needed, as
-        is what chooses in a beam search of a width, and what scores prompts."""
-        start, meter = time.perf_counter(), Timer()
-        with meter.running():
+        """Compile all programs in advance; otherwise each is compiled when it is first needed.
+
+        Two are always compiled when first needed: the host's step of a beam search, for each number
+        of beams, and prefill with ``prompt_logprobs``.
+        """
+        start, timer = time.perf_counter(), Timer()
+        with timer.running():
             programs = self._runner.compile() + self._speculative.compile()
-        return Compiled(time.perf_counter() - start, programs, meter.compilations, None)
+        return Compiled(time.perf_counter() - start, programs, timer.compilations, None)
 
     def submit(
         self,
@@ -155,31 +170,37 @@ class Engine:
         callback: Callable[[Handle], None] | None = None,
         **settings: Unpack[RequestParams],
     ) -> Handle:
-        """Ask for a text, from any thread; it comes with the steps that follow.
+        """Add a request, from any thread; its tokens come with the steps that follow.
 
         Args:
           prompt: a text, or token ids.
-          callback: called, in the thread of ``step``, when the request has something new or ended.
+          callback: called with the handle, in the thread of ``step``, when the request has new
+            output or has ended.
           max_new_tokens, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
             frequency_penalty, presence_penalty, no_repeat_ngram_size, logit_bias, min_new_tokens,
-            stop, eos_token_ids: as of ``generate``.
-          seed: of its draws.
-          logprobs: with each token its log-probability, and so many of the likeliest, 20 at most.
-          prompt_logprobs: the same of each token of the prompt, but for the first, as
-            ``Handle.prompt_logprobs``. The prompt is then read whole, whatever of it is known.
-          guide: which tokens may come next: of ``Guides``, or any
+            stop, eos_token_ids: as for ``generate``.
+          seed: of its random numbers.
+          logprobs: report the log-probability of each new token, and this many of the likeliest
+            tokens, at most 20.
+          prompt_logprobs: the same for each prompt token after the first, as
+            ``Handle.prompt_logprobs``. The whole prompt is then computed, even if a prefix of it is
+            cached.
+          guide: constrains which tokens may come next: one of ``Guides``, or any
             ``kvjax.generation.guides.masks.Guide``.
-          draft: ``"lookup"``, or a ``PromptLookup``: as of ``generate``, of 7 tokens at most; None
-            for none. By default ``"engine"``, what the engine drafts with, if that can be.
-          tenant: whose prefixes it shares; by default everybody's who names none.
-          priority, deadline: a whole number, lower ones go first; seconds, then it ends as it is.
-          num_beams, n, length_penalty, early_stopping: a beam search, as of ``generate``: each beam
-            takes a row. ``Handle.beam_results`` has its ``n`` best texts, and the handle the
-            best of them, when it is at its end; who gives its memory away begins again. Penalties
-            and a bias go with none, and beams and tokens that end a text are 20 together, at most.
+          draft: ``"lookup"`` or a ``PromptLookup``, as for ``generate``, with at most 7 tokens;
+            None for no draft. By default ``"engine"``: the engine's own draft, if the request
+            allows one.
+          tenant: requests share prefixes only with requests of the same tenant.
+          priority: a whole number; lower ones are scheduled first.
+          deadline: seconds after which the request ends with what it has.
+          num_beams, n, length_penalty, early_stopping: a beam search, as for ``generate``. Each
+            beam takes a row. At the end ``Handle.beam_results`` has the ``n`` best sequences, and
+            the handle the best of them. A preempted search starts over. Penalties and
+            ``logit_bias`` do not work with beams; ``num_beams`` and the number of end tokens are
+            together at most 20.
 
         Raises:
-          ValueError: naming what can't be, and its limit.
+          ValueError: naming the argument, its value and the limit.
         """
         request = self.check(prompt, **settings)
         handle = Handle(request, next(self._numbers), self._runner.lm.tokenizer, callback)
@@ -187,17 +208,26 @@ class Engine:
         return handle
 
     def check(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Request:
-        """What ``submit`` would have it do, or the ``ValueError`` that it would raise."""
-        return asked(self._draft_planner, self.pool_config, self._runner.count, prompt, **settings)
+        """The request that ``submit`` would add, or the ``ValueError`` that it would raise."""
+        return parse_request(
+            self._draft_planner, self.pool_config, self._runner.count, prompt, **settings
+        )
 
     def cancel(self, handle: Handle) -> None:
-        """End a request as it is, from any thread; its pages are free with the next step."""
+        """End a request with what it has, from any thread; the next step frees its pages."""
         self._inbox.append(lambda: handle.done or self._end(handle, "cancelled"))
 
     @without_mesh_context
     def step(self) -> bool:
-        """Do the next piece of work; whether there is more; of several threads each in its turn.
-        Where a program can't be run, all requests end with its error, which is raised."""
+        """Dispatch the next programs, and collect the output of earlier ones. Steps of several
+        threads run one after the other.
+
+        Returns:
+          Whether there is more to do.
+
+        Raises:
+          Exception: if a program fails. All requests end with this error.
+        """
         with self.stepping:
             start, waited = time.perf_counter(), self._counters.waiting_seconds
             try:
@@ -206,19 +236,21 @@ class Engine:
                 self._fail(error)
                 raise
             self._counters.steps += 1
-            waited -= self._counters.waiting_seconds
-            self._counters.host_seconds += time.perf_counter() - start + waited
+            waited = self._counters.waiting_seconds - waited
+            self._counters.host_seconds += time.perf_counter() - start - waited
             return self.busy
 
     def _step(self) -> None:
-        told, flight = self._take_in(), InFlightStep()
+        changed, step = self._process_inbox(), InFlightStep()
         try:
-            self._scheduler.send(flight)
-        finally:  # what was sent comes back, whatever stopped the rest
-            self._in_flight.add(flight)
-        # What waits fits alone, so that somebody can always go on.
-        assert self._in_flight or told or not self._scheduler.handles, "no request goes on"
-        self._in_flight.absorb(self._ahead if flight.sent else 0)
+            self._scheduler.dispatch(step)
+        finally:  # programs that were dispatched before an error are collected as well
+            self._in_flight.add(step)
+        # Each request fits into the pools alone, so one of them always makes progress.
+        assert self._in_flight or changed or not self._scheduler.handles, (
+            "no request makes progress"
+        )
+        self._in_flight.collect(self._prefetch_steps if step.programs else 0)
 
     @property
     def busy(self) -> bool:
@@ -228,15 +260,13 @@ class Engine:
     def run(
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[RequestParams]
     ) -> list[Handle]:
-        """Submit requests with the same settings, each with a seed one higher than the one before,
-        and a copy of the guide, and step until all have ended."""
-        first, handles, guide = settings.get("seed", 0), [], settings.get("guide")
+        """Submit one request for each prompt, and step until all have ended. Prompt ``n`` gets
+        ``seed + n``, and a copy of the guide."""
+        seed, guide, handles = settings.get("seed", 0), settings.get("guide"), []
         if guide is not None and len(prompts) > 1 and not hasattr(guide, "copy"):
-            raise ValueError(
-                "a guide of several requests has copy(): each goes along one of its own"
-            )
+            raise ValueError("several prompts need a guide with copy(), one copy for each")
         for number, prompt in enumerate(prompts):
-            settings["seed"] = first + number
+            settings["seed"] = seed + number
             if guide is not None and len(prompts) > 1:
                 settings["guide"] = guide.copy()  # type: ignore[attr-defined]
             handles.append(self.submit(prompt, **settings))
@@ -247,19 +277,20 @@ class Engine:
     def best_of(
         self, prompt: str | Sequence[int], samples: int, **settings: Unpack[RequestParams]
     ) -> list[Handle]:
-        """Of so many samples of a prompt, each with a seed one higher than the one before, the
-        ``n`` with the highest mean log-probability, by default one, the best one first; as
-        ``best_of`` of ``generate``.
+        """Draw ``samples`` samples of a prompt, with seeds ``seed``, ``seed + 1`` and so on.
+
+        Returns:
+          The ``n`` samples with the highest mean log-probability, one by default, best first; as
+          ``best_of`` of ``generate``.
 
         Raises:
-          ValueError: as of ``submit``; if there are fewer samples than are to be the best, or a
-            search.
-          NonFiniteError: if logits are not finite numbers.
+          ValueError: as ``submit``; if ``samples`` is less than ``n``; for a beam search.
+          NonFiniteError: if logits are not finite.
         """
         n = as_int("n", settings.pop("n", 1), 1)
         samples = as_int("samples", samples, n)
         if settings.get("num_beams", 1) != 1:
-            raise ValueError("best_of is of samples, and num_beams of a search: give one of them")
+            raise ValueError("best_of draws samples and num_beams searches: give one of them")
         if settings.get("logprobs") is None:
             settings["logprobs"] = 0
         handles = self.run([prompt] * samples, **settings)
@@ -270,56 +301,58 @@ class Engine:
         return [handles[row] for row in rows.tolist()]
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
-        """A request's text as it comes, by steps that do the work of all. Who stops in the middle
-        may go on later, or ``cancel`` it.
+        """A request's output piece by piece. Each step also serves all other requests. A stream
+        that is abandoned can be continued later, or the request cancelled.
 
         Raises:
-          NonFiniteError: if its logits are not finite numbers.
+          NonFiniteError: if the request's logits are not finite.
         """
         return handle.pieces(self.step, self.stepping)
 
     def update(self, params: Any) -> None:
-        """Send other parameters from the next step on, from any thread: requests go on with them,
-        on what they have, and nothing that was computed before is shared with those that come.
+        """Replace the model's parameters from the next step on, from any thread. Running requests
+        continue with the new parameters and their old keys and values; cached prefixes of the old
+        parameters are not shared any more.
 
         Raises:
-          ValueError: if they are not of the same shapes and dtypes, or elsewhere.
+          ValueError: if shapes, dtypes or devices differ from the current parameters.
         """
-        params = alike(params, self._runner.params)
-        self._inbox.append(lambda: self._cache_manager.swap(params))
+        params = replacement_params(params, self._runner.params)
+        self._inbox.append(lambda: self._cache_manager.set_params(params))
 
     def stats(self) -> EngineStats:
-        """What it has done, and has; from any thread."""
+        """Counters and current use, from any thread."""
         scheduler = self._scheduler
         return EngineStats(
-            **counted(self._counters),
-            **self._runner.page_tables.counted(),
+            **self._counters.as_dict(),
+            **self._runner.page_tables.counts(),
+            **self._runner.allocated,
             rows=self._runner.count,
             running=len(scheduler.running),
             waiting=len(scheduler.waiting) + len(self._inbox),
-            swapped_bytes=self._cache_manager.swapped,
-            **self._runner.allocated,
+            swapped_bytes=self._cache_manager.swapped_bytes,
             draft_bytes=self._speculative.draft_bytes,
         )
 
-    def _take_in(self) -> bool:
-        """What was asked from outside, and whose time is over; whether there was something."""
-        found = bool(self._inbox)
+    def _process_inbox(self) -> bool:
+        """Handle new requests, cancellations and deadlines; whether there were any."""
+        changed = bool(self._inbox)
         while self._inbox:
             self._inbox.popleft()()
-        for handle in (overdue := self._scheduler.overdue(time.monotonic())):
+        overdue = self._scheduler.overdue(time.monotonic())
+        for handle in overdue:
             self._end(handle, "deadline")
-        return found or bool(overdue)
+        return changed or bool(overdue)
 
     def _end(self, handle: Handle, reason: str) -> None:
-        """End a request, wherever it is."""
+        """End a request, waiting or running."""
         handle.finish("error" if handle.error is not None else reason)
         self._scheduler.end(handle)
-        handle.tell()
+        handle.notify()
 
     def _fail(self, error: Exception) -> None:
-        """End all requests."""
-        for handle in {*self._in_flight.lost(), *self._scheduler.handles}:
+        """End all requests with an error."""
+        for handle in {*self._in_flight.abandon(), *self._scheduler.handles}:
             handle.error, handle.in_flight = handle.error or error, 0
             if not handle.done:
                 self._end(handle, "error")

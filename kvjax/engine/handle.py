@@ -1,4 +1,4 @@
-"""A request as it goes: what it has so far, and where it stands."""
+"""A submitted request: its tokens, its text, and why it ended."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 @dataclass
 class Times:
-    """When what happened to a request, by ``time.monotonic``; None for what has not."""
+    """When the stages of a request were reached, by ``time.monotonic``; None before that."""
 
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -29,8 +29,14 @@ class Times:
 
 
 class Piece(NamedTuple):
-    """What a request has come to since it was last asked: text, tokens, and what is known of these,
-    where that was asked for; ``starts``: of each token, the characters of the text before it."""
+    """New output of a request since the last piece.
+
+    Args:
+      text: new text.
+      tokens: new tokens.
+      scores: their log-probabilities, if requested.
+      starts: for each token, the number of characters of the request's text before it.
+    """
 
     text: str
     tokens: list[int]
@@ -38,13 +44,50 @@ class Piece(NamedTuple):
     starts: list[int]
 
 
-class Handle:
-    """A request that an engine has: its text so far, and why it ended.
+@dataclass
+class SwappedState:
+    """What a preempted request's row had, copied to the host.
 
-    ``request``: what was asked for. ``error``: why it could not go on, else None.
-    ``cached_tokens``: of its prompt, those that were not computed for it. ``preemptions``: how
-    often it gave its memory to others. ``times``: when what happened. ``beam_results``: the best
-    texts of a beam search, when it has come to its end; the best one is the request's own.
+    ``length``, ``sampled``: as in ``RunningSequence``; ``layers``, ``progress``: as from
+    ``programs.save_row``; ``columns``: for each cache group, the columns of its page table;
+    ``pages``: for each cache group, returns the contents of these pages, one by one; ``nbytes``:
+    bytes of all this.
+    """
+
+    length: int
+    sampled: int
+    layers: Any
+    progress: Any
+    columns: list[list[int]]
+    pages: list[Callable[[], list[list[np.ndarray]]]]
+    nbytes: int
+    on_host: bool = False
+
+    def finish_copy(self) -> None:
+        """Wait for the copy, so that the device can free its arrays."""
+        if self.on_host:
+            return
+        self.on_host = True
+        self.layers, self.progress = fetch((self.layers, self.progress))
+        for number, read in enumerate(self.pages):
+            contents = read()
+            self.pages[number] = lambda contents=contents: contents
+
+
+class Handle:
+    """A request that was submitted to an engine.
+
+    Args:
+      request: its parameters.
+      number: 1 for the engine's first request, and so on.
+
+    Attributes:
+      error: the exception that ended the request, else None.
+      cached_tokens: prompt tokens that were found in the prefix cache.
+      preemptions: how often the request lost its row and pages to others.
+      times: when it was submitted, admitted, and so on.
+      beam_results: the best sequences of a finished beam search, best first; the
+        handle's ``tokens`` and ``text`` come from the best.
     """
 
     def __init__(
@@ -58,27 +101,35 @@ class Handle:
         self.error: Exception | None = None
         self.cached_tokens = self.preemptions = 0
         self.times = Times()
-        self._text, self._callback = _row_text(request, tokenizer), callback
+        self.beam_results: list[BeamResult] = []
+        self._callback = callback
+        self._text = RowText(
+            tokenizer,
+            request.tokens,
+            request.stops,
+            least=request.min_new_tokens,
+            guided=request.guide is not None,
+        )
         self._scores: list[TokenScore] = []
         self._prompt_scores: list[TokenScore] = []
-        self._told = 0
-        self.beam_results: list[BeamResult] = []
-        # The engine's own: all tokens that were chosen, those behind a stop string among them;
-        # programs under way that it is in; what it has on the host while it waits; its drafts.
-        self.drawn: list[int] = []
+        self._taken = 0
+        # State of the engine. All sampled tokens, including any after a stop string:
+        self.generated: list[int] = []
+        # Dispatched programs whose output the request still waits for:
         self.in_flight = 0
-        self.swapped: Any = None
-        drafting = request.drafting
-        self.drafts = None if drafting is None else DraftState(drafting, request.tokens)
+        # What it has on the host while it is preempted:
+        self.swapped: SwappedState | None = None
+        plan = request.draft_plan
+        self.drafts = None if plan is None else DraftState(plan, request.tokens)
         self.beams = None if request.search is None else BeamSearchState(request, tokenizer)
 
     def __repr__(self) -> str:
-        state = self.reason or "not done"
-        return f"Handle({self.number}, {len(self.tokens)} of {self.request.limit} tokens, {state})"
+        state, limit = self.reason or "not done", self.request.max_new_tokens
+        return f"Handle({self.number}, {len(self.tokens)} of {limit} tokens, {state})"
 
     @property
     def rows(self) -> int:
-        """Of the engine, that it takes."""
+        """Number of rows that it occupies while it runs."""
         return 1 if self.beams is None else self.beams.width
 
     @property
@@ -89,7 +140,7 @@ class Handle:
     @property
     def reason(self) -> str | None:
         """Why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"``, ``"deadline"`` or
-        ``"error"``; None while it has not."""
+        ``"error"``; None before that."""
         return self._text.reason
 
     @property
@@ -99,46 +150,39 @@ class Handle:
 
     @property
     def text(self) -> str:
-        """Its new text; empty where the model has no tokenizer."""
+        """Its new text; empty if the model has no tokenizer."""
         return self._text.text
 
     @property
     def starts(self) -> list[int]:
-        """Of each of its ``tokens``, the characters of ``text`` before it."""
+        """For each of its ``tokens``, the number of characters of ``text`` before it."""
         return self._text.starts()
 
     @property
     def logprobs(self) -> list[TokenScore] | None:
-        """Of each of its ``tokens``, where they were asked for."""
-        return None if self.request.scores is None else self._scores[: len(self.tokens)]
+        """Log-probabilities of its ``tokens``, if requested."""
+        return None if self.request.logprobs is None else self._scores[: len(self.tokens)]
 
     @property
     def prompt_logprobs(self) -> list[TokenScore | None] | None:
-        """Of each token of its prompt that was read, where they were asked for; None of the first,
-        which follows nothing."""
-        return None if self.request.prompt_scores is None else [None, *self._prompt_scores]
-
-    def read(self, start: int, scores: Scores) -> None:
-        """Store the scores of the prompt's tokens that follow token ``start``."""
-        most, following = self.request.prompt_scores, len(self.request.tokens) - 1 - start
-        assert most is not None
-        found = token_scores(fetch(scores), 0, 0, max(following, 0), most)
-        # A request that is computed again has later scores already, which callers may have read.
-        self._prompt_scores[start : start + len(found)] = found
+        """Log-probabilities of the prompt tokens that were computed, if requested; None for the
+        first token, which follows nothing."""
+        return None if self.request.prompt_logprobs is None else [None, *self._prompt_scores]
 
     def take(self) -> Piece:
-        """What nothing can take back any more, since the last call."""
+        """The output since the last call, as far as no stop string can still remove it."""
         text, tokens = self._text.take()
-        told, self._told = self._told, self._told + len(tokens)
-        starts = self._text.starts(told)[: len(tokens)]
-        return Piece(text, tokens, self._scores[told : self._told], starts)
+        start, self._taken = self._taken, self._taken + len(tokens)
+        starts = self._text.starts(start)[: len(tokens)]
+        return Piece(text, tokens, self._scores[start : self._taken], starts)
 
     def pieces(
         self, step: Callable[[], Any], stepping: AbstractContextManager[Any]
     ) -> Iterator[Piece]:
-        """Its text as it comes by steps, which hold ``stepping``; see ``Engine.stream``."""
+        """Its output while it runs, with calls of ``step`` in between, which hold ``stepping``; see
+        ``Engine.stream``."""
         while True:
-            with stepping:  # another thread's step may be giving it its last piece
+            with stepping:  # a step in another thread may be adding the last piece
                 piece, done = self.take(), self.done
             if piece.text or piece.tokens:
                 yield piece
@@ -149,16 +193,25 @@ class Handle:
             else:
                 return
 
-    def pushed(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
-        """Take in what was chosen, while its guide says what may be."""
+    def add_prompt_scores(self, start: int, scores: Scores) -> None:
+        """Store the scores of the prompt tokens that follow the chunk's tokens, from token
+        ``start`` on."""
+        most, following = self.request.prompt_logprobs, len(self.request.tokens) - 1 - start
+        assert most is not None
+        new = token_scores(fetch(scores), 0, 0, max(following, 0), most)
+        # After preemption the prompt is computed again: keep the scores that callers may have read.
+        self._prompt_scores[start : start + len(new)] = new
+
+    def add_tokens(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
+        """Append sampled tokens, and advance the guide and the drafts."""
         if self.error is not None:
             return
         self._scores += scores
         for token in tokens:
-            self.drawn.append(token)
+            self.generated.append(token)
             self._text.push(token)
             if self.request.guide is not None and self.error is None:
-                self._tried(self.request.guide.accept, token)
+                self._call_user(self.request.guide.accept, token)
         if self.drafts is not None:
             self.drafts.push(tokens)
         if tokens:
@@ -166,60 +219,51 @@ class Handle:
             self.times.first_token = self.times.first_token or now
             self.times.newest_token = now
 
-    def searched(self) -> None:
-        """Take in what its search has found."""
+    def add_beam_results(self) -> None:
+        """Store the results of the finished beam search; the best beam gives the tokens."""
         assert self.beams is not None
-        self.beam_results = self._tried(self.beams.results) or []
+        self.beam_results = self._call_user(self.beams.results) or []
         for best in self.beam_results[:1]:
-            tokens, told = best.tokens, best.logprobs or []
-            self.pushed(tokens[:-1], told[:-1])
+            tokens, scores = best.tokens, best.logprobs or []
+            self.add_tokens(tokens[:-1], scores[:-1])
             if self.request.guide is not None:
-                # That it can't go on it knows where it is asked.
-                self._tried(self.request.guide.allowed)
-            self.pushed(tokens[-1:], told[-1:])
+                # Grammar guides notice in ``allowed`` that nothing can follow.
+                self._call_user(self.request.guide.allowed)
+            self.add_tokens(tokens[-1:], scores[-1:])
 
     def finish(self, reason: str) -> None:
-        """End it, unless it has ended."""
+        """End the request, unless it has ended."""
         self._text.finish(reason)
         if self.times.finished is None:
             self.times.finished = time.monotonic()
 
-    def tell(self) -> None:
-        """Tell whoever listens that there is something new."""
+    def notify(self) -> None:
+        """Call the user's callback."""
         if self._callback is not None:
-            self._tried(self._callback, self)
+            self._call_user(self._callback, self)
 
-    def allowed(self, words: int, beam: int = 0) -> Any:
-        """uint32[words]: bits of the tokens that may come next, of a search behind a beam, where it
-        is guided; or None."""
+    def token_mask(self, words: int, beam: int = 0) -> Any:
+        """uint32[words]: bits of the tokens that the guide allows next, after a ``beam`` of a
+        search; None without a guide."""
         guide = self.request.guide
+        if guide is None or self.error is not None:
+            return None
+        if self.beams is not None:
+            return self._call_user(self.beams.token_mask, beam, words)
+        return self._call_user(guide_mask, guide, words)
 
-        def found() -> np.ndarray:
-            assert guide is not None
-            if self.beams is not None:
-                return self.beams.allowed(beam, words)
-            return guide_mask(guide, words)
+    def set_draft_masks(self, draft: Sequence[int], masks: np.ndarray) -> None:
+        """Write the token mask, and those after each token of ``draft``, into uint32[1 + n,
+        words]."""
+        mask = self.token_mask(masks.shape[1])
+        if mask is not None:
+            masks[0] = mask
+            self._call_user(draft_masks, self.request.guide, draft, masks, self.request.eos)
 
-        return None if guide is None or self.error is not None else self._tried(found)
-
-    def allow_along(self, draft: Sequence[int], found: np.ndarray) -> None:
-        """Into uint32[1 + n, words]: what ``allowed`` gives, and what it would behind each token of
-        a draft."""
-        bits = self.allowed(found.shape[1])
-        if bits is not None:
-            found[0] = bits
-            self._tried(draft_masks, self.request.guide, draft, found, self.request.eos)
-
-    def _tried(self, call: Callable[..., Any], *args: Any) -> Any:
-        """What a user's function gives; one that raises ends its own request, and no other."""
+    def _call_user(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a guide or callback of the user. If it raises, only this request ends."""
         try:
-            return call(*args)
+            return function(*args)
         except Exception as error:
             self.error = self.error or error
             return None
-
-
-def _row_text(request: Request, tokenizer: Tokenizer | None) -> RowText:
-    """The text of a request, before its first token."""
-    guided = request.guide is not None
-    return RowText(tokenizer, request.tokens, request.stops, least=request.least, guided=guided)

@@ -1,4 +1,4 @@
-"""The rows of an engine: what the device has of them, and what it is sent."""
+"""The cache of an engine on the device, and the dispatch of programs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kvjax.cache.creation import allocate
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import commit
 from kvjax.engine import programs
-from kvjax.engine.beams import branch, branch_inputs
+from kvjax.engine.beams import BranchInputs, branch
 from kvjax.engine.page_tables import PageTables
 from kvjax.engine.programs import DecodeInputs, EngineState, PrefillInputs, ProgramOutput
 from kvjax.engine.sampling_state import SamplingState
@@ -23,25 +23,25 @@ from kvjax.prefixes.checkpoints import row_arrays
 from kvjax.prefixes.pool_config import PoolConfig
 from kvjax.prefixes.sequences import CachedSequences
 from kvjax.sampling.filters import ALL_ALLOWED
-from kvjax.sampling.history import make_history
+from kvjax.sampling.history import TokenHistory, make_history
 
-LEAST_WIDTH = 16
-"""Tokens of the narrowest chunk of a prompt, at least."""
-WIDTHS = 5
-"""Widths of chunks, at most, each half the next: each is a program of its own."""
-SIZES = 3
-"""Numbers of rows that decode together, at most, each half the next: likewise. Where rows must not
-depend on the others there is one, for another number may be multiplied in another order."""
+MIN_CHUNK_WIDTH = 16
+"""Smallest width that a prompt chunk is padded to."""
+MAX_CHUNK_WIDTHS = 5
+"""Maximum number of chunk widths, each half the next; each is a compiled program."""
+MAX_BATCH_SIZES = 3
+"""Maximum number of batch sizes for decoding, each half the next; each is a compiled program. An
+exact engine has a single size, since another size may multiply in another order."""
 
 
 class ModelRunner:
-    """So many rows, whose pages are those of ``texts``.
+    """Owns the cache of ``count`` rows, whose pages are in the pools of ``prefixes``.
 
-    ``lm``: the model; ``params``: its parameters, as they are sent; ``widths``: of chunks of
-    prompts, and ``sizes``, numbers of rows that decode together, rising; ``rounds``: of decoding
-    that can be sent at once; ``exact``: no row's numbers depend on the others; ``max_rewind``: how
-    many of its newest tokens a row can forget, None for all; ``platform``: that they are on.
-    ``pages``: of the rows; ``board``: what each asks for; ``allocated``: bytes, by the names of
+    ``params``: the parameters that programs run with; ``chunk_widths``: widths of prompt chunks,
+    ascending; ``batch_sizes``: numbers of rows that decode together, ascending; ``max_rounds``:
+    maximum number of decode rounds in one dispatch; ``exact``: results of a row do not depend on
+    the others; ``max_rewind``: how many of its newest tokens a row can drop, None for all;
+    ``allocated``: the fields ``weight_bytes``, ``pool_bytes`` and ``row_bytes`` of
     ``EngineStats``.
     """
 
@@ -49,21 +49,22 @@ class ModelRunner:
         self,
         lm: LanguageModel,
         pool_config: PoolConfig,
-        texts: CachedSequences,
+        prefixes: CachedSequences,
         count: int,
-        rounds: int,
+        max_rounds: int,
         exact: bool,
     ) -> None:
-        self.lm, self.pool_config, self.prefixes, self.count = lm, pool_config, texts, count
-        self.params, self.rounds, self.exact = sent(lm.params), rounds, exact
-        self.widths = [pool_config.prefill_chunk]
-        while (finer := self.widths[0] // 2) >= LEAST_WIDTH and len(self.widths) < WIDTHS:
-            self.widths.insert(0, finer)
-        self.sizes = [count]
-        while not exact and self.sizes[0] > 1 and len(self.sizes) < SIZES:
-            self.sizes.insert(0, -(-self.sizes[0] // 2))
-        # All that its programs are given is committed: else they would be compiled again beside
-        # parameters of a trainer, which are.
+        self.lm, self.pool_config, self.prefixes, self.count = lm, pool_config, prefixes, count
+        self.params, self.max_rounds, self.exact = prepare_params(lm.params), max_rounds, exact
+        self.chunk_widths = [pool_config.prefill_chunk]
+        widths = self.chunk_widths
+        while (half := widths[0] // 2) >= MIN_CHUNK_WIDTH and len(widths) < MAX_CHUNK_WIDTHS:
+            widths.insert(0, half)
+        self.batch_sizes = [count]
+        while not exact and self.batch_sizes[0] > 1 and len(self.batch_sizes) < MAX_BATCH_SIZES:
+            self.batch_sizes.insert(0, -(-self.batch_sizes[0] // 2))
+        # All arguments of programs are committed. Otherwise parameters of a trainer, which are
+        # committed, would make JAX compile every program again.
         cache = allocate(
             lm.config,
             list(pool_config.policies),
@@ -76,219 +77,233 @@ class ModelRunner:
         placement = cache.layers[0].policy.placement
         self.max_rewind, self.platform = cache.max_rewind, placement.platform()
         zeros = np.zeros(count, np.int32)
-        past = self._no_text(count)
-        numbers: Any = zeros, zeros, zeros == 0, zeros > 0
-        rows = commit(placement.put((Progress(*numbers), past)))
-        self._held = EngineState(replace(cache, pools=()), *rows)
-        texts.pool.adopt(cache.layers)
-        self.page_tables, self.sampling_state = (
-            PageTables(texts, count),
-            SamplingState(count, placement),
-        )
-        pool = texts.pool.nbytes
-        rest = tree_bytes(self._held) - pool + tree_bytes(self.sampling_state.all())
-        self.allocated: dict[str, Any] = {
+        progress: Any = zeros, zeros, zeros == 0, zeros > 0
+        rows = commit(placement.put((Progress(*progress), self._empty_history(count))))
+        self._state = EngineState(replace(cache, pools=()), *rows)
+        prefixes.pool.adopt(cache.layers)
+        self.page_tables = PageTables(prefixes, count)
+        self.sampling_state = SamplingState(count, placement)
+        pool_bytes = prefixes.pool.nbytes
+        row_bytes = tree_bytes(self._state) + tree_bytes(self.sampling_state.all_rows())
+        self.allocated = {
             "weight_bytes": tree_bytes(self.params),
-            "pool_bytes": pool,
-            "row_bytes": rest,
+            "pool_bytes": pool_bytes,
+            "row_bytes": row_bytes - pool_bytes,
         }
 
-    def width(self, tokens: int) -> int:
-        """What a chunk of so many tokens is padded to."""
-        return next(width for width in self.widths if width >= tokens)
+    @property
+    def history(self) -> TokenHistory:
+        """The tokens of rows whose sampling or draft needs them."""
+        return self._state.history
 
-    def feed(self, seq: RunningSequence, length: int) -> ProgramOutput:
-        """Send the next tokens of a prompt; their pages are the row's already."""
-        start, end = seq.filled, seq.filled + length
-        ends = end == len(seq.prompt)
-        words = seq.handle.allowed(mask_words(self.lm.config)) if ends else None
-        following = None
-        if seq.handle.request.prompt_scores is not None:
-            following = seq.prompt[start + 1 : end + 1]
-        return self._fed(
+    def chunk_width(self, tokens: int) -> int:
+        """The width that a chunk of ``tokens`` tokens is padded to."""
+        return next(width for width in self.chunk_widths if width >= tokens)
+
+    def prefill(self, seq: RunningSequence, length: int) -> ProgramOutput:
+        """Dispatch the next ``length`` tokens of a prompt; the row has their pages."""
+        start, end = seq.length, seq.length + length
+        last = end == len(seq.prompt)
+        mask = seq.handle.token_mask(mask_words(self.lm.config)) if last else None
+        next_tokens = None
+        if seq.handle.request.prompt_logprobs is not None:
+            next_tokens = seq.prompt[start + 1 : end + 1]
+        return self._prefill(
             seq.row,
             seq.prompt[start:end],
             start,
             seq.fresh,
-            seq.forced(1)[0],
-            ends,
-            words,
-            following=following,
+            forced=seq.forced(1)[0],
+            last=last,
+            mask=mask,
+            next_tokens=next_tokens,
         )
 
-    def read(self, row: int, tokens: Sequence[int], start: int, width: int = 1) -> None:
-        """Send tokens behind so many of a row, in a chunk of a ``width`` at least, and choose
-        none; their pages are the row's already."""
-        self._fed(row, tokens, start, start == 0 and len(tokens) > 0, width=width)
+    def append(self, row: int, tokens: Sequence[int], start: int, min_width: int = 1) -> None:
+        """Dispatch tokens of a row that has ``start`` tokens, without choosing a new token; the row
+        has their pages."""
+        fresh = start == 0 and len(tokens) > 0
+        self._prefill(row, tokens, start, fresh, min_width=min_width)
 
-    def _fed(
+    def _prefill(
         self,
         row: int,
         tokens: Sequence[int],
         start: int,
         fresh: bool,
-        first: int = -1,
-        ends: bool = False,
-        words: Any = None,
-        width: int = 1,
-        following: Sequence[int] | None = None,
+        *,
+        forced: int = -1,
+        last: bool = False,
+        mask: Any = None,
+        min_width: int = 1,
+        next_tokens: Sequence[int] | None = None,
     ) -> ProgramOutput:
-        """Send a chunk; ``first``: the token to choose after it, if known; ``following``: the token
-        after each of its tokens, if their scores are requested."""
-        one, count, allowed = ints(row), len(tokens), self.every(1)
-        padded: Any = np.zeros((1, self.width(max(count, width))), np.int32)
+        rows, count, allowed = np.array([row], np.int32), len(tokens), self.full_masks(1)
+        padded = np.zeros((1, self.chunk_width(max(count, min_width))), np.int32)
         padded[0, :count] = tokens
-        if words is not None:
-            allowed[0] = words
-        piece = PrefillInputs(
-            one,
-            padded,
-            ints(count),
-            ints(start),
-            self.tables(one),
-            flag(fresh),
-            flag(ends),
-            ints(first),
-            allowed,
-            self.sampling_state.of(one),
+        if mask is not None:
+            allowed[0] = mask
+        fields: dict[str, Any] = {
+            "rows": rows,
+            "tokens": padded,
+            "lengths": np.array([count], np.int32),
+            "starts": np.array([start], np.int32),
+            "tables": self.tables_of(rows),
+            "fresh": np.array([fresh]),
+            "ends": np.array([last]),
+            "forced": np.array([forced], np.int32),
+            "allowed": allowed,
+            "params": self.sampling_state.copy(rows),
+        }
+        padded_next: Any = None
+        if next_tokens is not None:
+            padded_next = np.zeros_like(padded)
+            padded_next[0, : len(next_tokens)] = next_tokens
+        inputs, model = PrefillInputs(**fields), self.lm.architecture
+        output: ProgramOutput = self.dispatch(
+            programs.prefill, model, self.params, inputs, padded_next
         )
-        then: Any = None
-        if following is not None:
-            then = np.zeros_like(padded)
-            then[0, : len(following)] = following
-        report: ProgramOutput = self.run(
-            programs.feed, self.lm.architecture, self.params, piece, then
-        )
-        return report
+        return output
 
     def decode(
-        self, taking: Sequence[tuple[RunningSequence, int]], least: int = 0
+        self, decoding: Sequence[tuple[RunningSequence, int]], min_rows: int = 0
     ) -> tuple[ProgramOutput, list[int]]:
-        """Send so many rounds of some rows, whose pages are theirs already, in a program for
-        ``least`` rows at least; and where each of them stands in the report."""
-        each = [(seq, rounds, *taken) for seq, rounds in taking for taken in seq.taking]
-        size = next(n for n in self.sizes if n >= max(len(each), least))
-        rows, places = self.some([row for _, _, row, _ in each], size)
+        """Dispatch rounds of decoding for sequences whose rows have the pages.
+
+        ``decoding``: each sequence and its number of rounds; ``min_rows``: smallest batch size.
+        Returns the output, and the place of each of the sequences' rows in it.
+        """
+        entries = [(seq, rounds, *entry) for seq, rounds in decoding for entry in seq.entries]
+        size = next(n for n in self.batch_sizes if n >= max(len(entries), min_rows))
+        rows, places = self.select([row for _, _, row, _ in entries], size)
         lengths: Any = np.zeros(size, np.int32)
-        number: Any = np.zeros(size, np.int32)
-        forced: Any = np.full((size, self.rounds), -1, np.int32)
-        allowed = self.every(size)
-        for at, (seq, rounds, _, beam) in zip(places, each, strict=True):
-            lengths[at], number[at] = seq.filled, rounds
-            forced[at, :rounds] = seq.forced(rounds)
-            words = seq.handle.allowed(allowed.shape[1], beam) if forced[at, 0] < 0 else None
-            if words is not None:
-                allowed[at] = words
-        tables, asked = self.tables(rows), self.sampling_state.some(rows)
-        call = DecodeInputs(rows, lengths, number, tables, forced, allowed, asked)
-        report = self.run(
-            programs.decode, self.lm.architecture, self.params, call, exact=self.exact
+        rounds_of: Any = np.zeros(size, np.int32)
+        forced: Any = np.full((size, self.max_rounds), -1, np.int32)
+        allowed = self.full_masks(size)
+        for place, (seq, rounds, _, beam) in zip(places, entries, strict=True):
+            lengths[place], rounds_of[place] = seq.length, rounds
+            forced[place, :rounds] = seq.forced(rounds)
+            if forced[place, 0] < 0:
+                mask = seq.handle.token_mask(allowed.shape[1], beam)
+                if mask is not None:
+                    allowed[place] = mask
+        tables, params = self.tables_of(rows), self.sampling_state.for_rows(rows)
+        inputs = DecodeInputs(rows, lengths, rounds_of, tables, forced, allowed, params)
+        output = self.dispatch(
+            programs.decode, self.lm.architecture, self.params, inputs, exact=self.exact
         )
-        return report, places
+        return output, places
 
-    @property
-    def past(self) -> Any:
-        """The texts of all rows, where their filters go by them."""
-        return self._held.past
-
-    def some(self, own: list[int], size: int) -> tuple[Any, list[int]]:
-        """Some rows, for a program of so many: int32[size], of what fills them up none's; and where
-        each of them stands in it."""
-        places = own if size == self.count else list(range(len(own)))
-        rows: Any = np.arange(size, dtype=np.int32)
+    def select(self, rows: list[int], size: int) -> tuple[Any, list[int]]:
+        """Row numbers for a program of ``size`` rows, int32[size], padded with a number that is no
+        row's; and the place of each of ``rows`` in it."""
+        places = rows if size == self.count else list(range(len(rows)))
+        numbers: Any = np.arange(size, dtype=np.int32)
         if size < self.count:
-            rows[:] = self.count
-            rows[places] = own
-        return rows, places
+            numbers[:] = self.count
+            numbers[places] = rows
+        return numbers, places
 
-    def tables(self, rows: Any) -> Any:
-        """Of some rows; copies, for what is sent may be read later."""
-        there = np.minimum(rows, self.count - 1)
-        return tuple(table[there].copy() for table in self.page_tables.tables)
+    def tables_of(self, rows: Any) -> tuple[Any, ...]:
+        """Page tables of ``rows``; copies, since a program may read them later."""
+        rows = np.minimum(rows, self.count - 1)
+        return tuple(table[rows].copy() for table in self.page_tables.tables)
 
-    def every(self, rows: int) -> Any:
-        """What allows all tokens."""
+    def full_masks(self, rows: int) -> Any:
+        """uint32[rows, words]: token masks that allow all tokens."""
         return np.full((rows, mask_words(self.lm.config)), ALL_ALLOWED, np.uint32)
 
-    def take(self, row: int, tokens: int) -> Any:
-        """What a row of so many tokens has beside full pages, and where it stands: see
-        ``programs.take``."""
-        pages = self.page_tables.partly(row, tokens)
-        some = [
-            (kind, page)
-            for kind, page in zip(self.pool_config.groups, pages, strict=True)
-            if kind.page_group.split is not None
+    def save_row(self, row: int, tokens: int) -> Any:
+        """Copy what a row of ``tokens`` tokens has outside of full pages; see
+        ``programs.save_row``."""
+        pages = self.page_tables.partial_pages(row, tokens)
+        parts = [
+            (group, page)
+            for group, page in zip(self.pool_config.groups, pages, strict=True)
+            if group.page_group.split is not None
         ]
-        return programs.take(
-            self._with_pages(),
+        return programs.save_row(
+            self._state_with_pages(),
             np.int32(row),
-            [ints(page) for _, page in some],
-            splits=tuple(kind.layers for kind, _ in some),
+            [np.array([page], np.int32) for _, page in parts],
+            groups=tuple(group.layers for group, _ in parts),
         )
 
-    def put(self, row: int, rows: Any, stands: Any) -> None:
-        """Let a row have what ``take`` gave, and stand there."""
-        self.run(programs.put, np.int32(row), rows, stands)
+    def restore_row(self, row: int, layers: Any, progress: Any) -> None:
+        """Set a row to what ``save_row`` returned."""
+        self.dispatch(programs.restore_row, np.int32(row), layers, progress)
 
-    def put_state(self, row: int, state: Sequence[Any], fresh: Sequence[int]) -> None:
-        """Let a row begin with what a text had beside full pages; ``fresh``: of each kind of
-        layers, its page that is not full, or -1."""
-        like = [row_arrays(layer) for layer in self._held.cache.layers], self._held.cache.written
-        leaves, form = jax.tree.flatten(like)
-        rows = jax.tree.unflatten(form, [np.asarray(x) for x in state[: len(leaves)]])
+    def restore_checkpoint(self, row: int, arrays: Sequence[Any], fresh: Sequence[int]) -> None:
+        """Set a row to a checkpoint of the prefix cache; ``fresh``: for each cache group, the row's
+        page that is partly full, or -1."""
+        cache = self._state.cache
+        like = [row_arrays(layer) for layer in cache.layers], cache.written
+        leaves, treedef = jax.tree.flatten(like)
+        layers = jax.tree.unflatten(treedef, [np.asarray(x) for x in arrays[: len(leaves)]])
         at = len(leaves)
-        for number, kind in enumerate(self.pool_config.groups):
-            if kind.page_group.split is None:
+        for number, group in enumerate(self.pool_config.groups):
+            if group.page_group.split is None:
                 continue
-            count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in kind.layers]))
+            count = len(jax.tree.leaves([self.prefixes.pool.bodies[n] for n in group.layers]))
             if fresh[number] >= 0:
-                part = [np.asarray(x) for x in state[at : at + count]]
+                part = [np.asarray(x) for x in arrays[at : at + count]]
                 self.prefixes.pool.write(number, [fresh[number]], [part])
             at += count
-        self.put(row, rows, self._nowhere())
+        zero: Any = np.int32(0), np.int32(0), np.bool_(False), np.bool_(False)
+        history = jax.tree.map(lambda x: x[0], self._empty_history(1))
+        self.restore_row(row, layers, (Progress(*zero), history))
 
     def branch(
         self,
         pairs: Sequence[tuple[int, int]],
-        pages: Sequence[Sequence[tuple[int, int]]],
+        copies: Sequence[Sequence[tuple[int, int]]],
         newest: Sequence[tuple[int, int]],
     ) -> None:
-        """Let rows go on from others, and have other newest tokens; ``pages``: of each pair, and of
-        each kind, what is copied: see ``branch_inputs``."""
-        kinds = self.pool_config.groups
-        copied = [[each[number] for each in pages] for number in range(len(kinds))]
-        branches = branch_inputs(self.count, pairs, copied, newest)
-        self.run(branch, branches, kinds=tuple(kind.layers for kind in kinds))
+        """Let target rows continue from source rows, ``pairs``, and set the newest tokens of some
+        rows; ``copies``: for each pair, the pages of each cache group to copy."""
+        groups = self.pool_config.groups
+        pages = [[copy[number] for copy in copies] for number in range(len(groups))]
+        inputs = BranchInputs.build(self.count, pairs, pages, newest)
+        self.dispatch(branch, inputs, groups=tuple(group.layers for group in groups))
 
-    def mark(self, row: int, tokens: Sequence[int]) -> None:
-        """Let these be the tokens that a row's filters go by."""
-        ids = np.full(self.pool_config.max_len, self.lm.config.vocab_size, np.int32)
-        ids[: len(tokens)] = tokens
-        self.run(programs.mark, np.int32(row), ids, np.int32(len(tokens)))
+    def set_history(self, row: int, tokens: Sequence[int]) -> None:
+        """Set the tokens that a row's penalties, or a draft model, see."""
+        padded = np.full(self.pool_config.max_len, self.lm.config.vocab_size, np.int32)
+        padded[: len(tokens)] = tokens
+        self.dispatch(programs.set_history, np.int32(row), padded, np.int32(len(tokens)))
 
     def compile(self) -> int:
-        """Run every program once, without tokens; how many there are of the model. Rows may be in
-        use."""
-        (rows, _), stands = jax.device_get(self.take(0, 0))
-        for width in self.widths:
-            self.read(0, [], 0, width)
-        for size in self.sizes:
+        """Run every program once without tokens, also while rows are in use. Returns how many of
+        them run the model."""
+        (layers, _), progress = jax.device_get(self.save_row(0, 0))
+        for width in self.chunk_widths:
+            self.append(0, [], 0, width)
+        for size in self.batch_sizes:
             self.decode([], size)
-        self.mark(0, [])
+        self.set_history(0, [])
         self.branch([], [], [])
-        self.put(0, rows, stands)
+        self.restore_row(0, layers, progress)
         for number in range(len(self.pool_config.groups)):
             self.prefixes.pool.warm_up(number)
-        jax.block_until_ready(self._with_pages())
-        return len(self.widths) + len(self.sizes)
+        jax.block_until_ready(self._state_with_pages())
+        return len(self.chunk_widths) + len(self.batch_sizes)
 
-    def _nowhere(self) -> Any:
-        """Where a row stands that has no new tokens."""
-        numbers: Any = np.int32(0), np.int32(0), np.bool_(False), np.bool_(False)
-        return Progress(*numbers), jax.tree.map(lambda x: x[0], self._no_text(1))
+    def dispatch(self, program: Any, *args: Any, **static: Any) -> Any:
+        """Call a program that takes and returns the donated ``EngineState``; returns the rest."""
+        self._state, output = program(self._state_with_pages(), *args, **static)
+        self.prefixes.pool.adopt(self._state.cache.layers)
+        return output
 
-    def _no_text(self, rows: int) -> Any:
-        """Of so many rows."""
+    def _state_with_pages(self) -> EngineState:
+        """The state with the current arrays of the pools, which others update too."""
+        cache = self._state.cache
+        layers = [
+            layer if body is None else replace(layer, keys=body[0], values=body[1])
+            for layer, body in zip(cache.layers, self.prefixes.pool.bodies, strict=True)
+        ]
+        return replace(self._state, cache=replace(cache, layers=tuple(layers)))
+
+    def _empty_history(self, rows: int) -> Any:
         return make_history(
             [[]] * rows,
             vocab=self.lm.config.vocab_size,
@@ -297,53 +312,28 @@ class ModelRunner:
             tokens=True,
         )
 
-    def run(self, program: Any, *args: Any, **settings: Any) -> Any:
-        """Send a program that uses up what the device has, and gives it back first."""
-        self._held, report = program(self._with_pages(), *args, **settings)
-        self.prefixes.pool.adopt(self._held.cache.layers)
-        return report
 
-    def _with_pages(self) -> EngineState:
-        """What the device has, with the pool's pages as they are now."""
-        held = self._held
-        layers = [
-            layer if body is None else replace(layer, keys=body[0], values=body[1])
-            for layer, body in zip(held.cache.layers, self.prefixes.pool.bodies, strict=True)
-        ]
-        return replace(held, cache=replace(held.cache, layers=tuple(layers)))
+def prepare_params(params: Any) -> Any:
+    """Parameters as committed JAX arrays without weak types."""
+    arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
+    return commit(without_weak_types(arrays))
 
 
-def ints(*numbers: int) -> Any:
-    """int32[n]."""
-    return np.array(numbers, np.int32)
-
-
-def flag(truth: bool) -> Any:
-    """bool[1]."""
-    return np.array([truth])
-
-
-def sent(params: Any) -> Any:
-    """Parameters as programs are given them: arrays of JAX, committed, none weakly typed."""
-    there = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
-    return commit(without_weak_types(there))
-
-
-def alike(params: Any, those: Any) -> Any:
-    """Parameters that are to be sent in the place of ``those``, committed.
+def replacement_params(params: Any, current: Any) -> Any:
+    """New parameters in the place of ``current``, prepared.
 
     Raises:
-      ValueError: if they are not of the same shapes, dtypes and devices.
+      ValueError: if shapes, dtypes or devices differ.
     """
     try:
-        check_params_match(params, those)
+        check_params_match(params, current)
     except ValueError as error:
         raise ValueError(f"the parameters are not those of the engine's model: {error}") from None
-    params = sent(params)
-    each = zip(jax.tree.leaves(params), jax.tree.leaves(those), strict=True)
-    if any(x.sharding != there.sharding for x, there in each):
+    params = prepare_params(params)
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(current), strict=True)
+    if any(new.sharding != old.sharding for new, old in pairs):
         raise ValueError(
             "the parameters are not those of the engine's model: they are on other devices, or "
-            "divided otherwise; lm.put(params) moves them"
+            "sharded otherwise; lm.put(params) moves them"
         )
     return params

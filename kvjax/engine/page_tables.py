@@ -1,4 +1,4 @@
-"""Pages of the rows' texts, counted on the host, beside those of a tree of prefixes."""
+"""Page tables of an engine's rows, kept on the host."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,169 +11,164 @@ from kvjax.prefixes.sequences import CachedSequences
 
 
 class PageTables:
-    """Which pages each row has. ``tables``: of each kind of layers int32[rows, columns].
+    """The pages of each row; ``tables``: for each cache group int32[rows, columns], -1 for none.
 
-    Rows take pages before a program writes in them, and give back those that their windows have
-    left behind all that the program reads.
+    A row takes pages before a program writes to them. It returns pages that its window has left
+    before the next program reads.
     """
 
     def __init__(self, prefixes: CachedSequences, rows: int) -> None:
-        self._prefixes, self._kinds = prefixes, prefixes.pool_config.groups
+        self._groups, self._pools = prefixes.pool_config.groups, prefixes.pool.allocators
+        self._prefixes = prefixes
         self.tables = [
-            np.full((rows, kind.page_group.layout.columns), -1, np.int32) for kind in self._kinds
+            np.full((rows, group.page_group.layout.columns), -1, np.int32) for group in self._groups
         ]
-        # Of each kind and row, the pages from the first that it has to the last, through its text.
-        self._first = np.zeros((len(self._kinds), rows), int)
-        self._end = np.zeros((len(self._kinds), rows), int)
+        # For each group and row: the first page that it has, and the end, counted in its sequence.
+        self._first = np.zeros((len(self._groups), rows), int)
+        self._end = np.zeros((len(self._groups), rows), int)
 
-    def begin(self, row: int, path: Sequence[Node], tokens: int) -> list[int]:
-        """Let an empty row have the full pages of a text that is known, and empty ones in place of
-        those that are not full; these, of each kind, -1 for none."""
+    def share(self, row: int, path: Sequence[Node], tokens: int) -> list[int]:
+        """Give an empty row the full pages of ``tokens`` cached tokens, and a free page in place of
+        the last one if that is partly full. Returns this page for each group, -1 for none."""
         fresh = []
-        for number, kind in enumerate(self._kinds):
-            layout, counts = kind.page_group.layout, self._prefixes.pool.allocators[number]
-            table, (full, part) = self.tables[number], kind.pages_for(tokens)
-            for page in full:
-                found = self._prefixes.entry(path, number, page).page
-                counts.retain(found)
-                table[row, kind.column(page)] = found
+        for number, group in enumerate(self._groups):
+            pool, table = self._pools[number], self.tables[number]
+            full, part = group.pages_for(tokens)
+            for place in full:
+                page = self._prefixes.entry(path, number, place).page
+                pool.retain(page)
+                table[row, group.column(place)] = page
             if part is not None:
-                table[row, kind.column(part)] = counts.allocate()
-            fresh.append(-1 if part is None else int(table[row, kind.column(part)]))
-            units = int(kind.page_group.units(tokens))
-            self._first[number, row] = int(layout.gone_before(units))
-            self._end[number, row] = int(layout.filled(units))
+                table[row, group.column(part)] = pool.allocate()
+            fresh.append(-1 if part is None else int(table[row, group.column(part)]))
+            self._end[number, row], self._first[number, row] = self._span(number, tokens)
         return fresh
 
-    def wanted(self, rows: Sequence[int], tokens: int) -> list[int]:
-        """How many free pages of each kind rows take to have so many tokens each, one after the
-        other."""
-        found = []
-        for number, kind in enumerate(self._kinds):
-            end, gone = self._reach(number, tokens)
-            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
+    def missing(self, rows: Sequence[int], tokens: int) -> list[int]:
+        """How many free pages of each group ``rows`` need, to have ``tokens`` tokens each."""
+        missing = []
+        for number, group in enumerate(self._groups):
+            end, first = self._span(number, tokens)
+            pool, table = self._pools[number], self.tables[number]
             leaving = Counter(
-                int(table[row, kind.column(page)])
+                int(table[row, group.column(place)])
                 for row in rows
-                for page in self._left(number, row, gone)
+                for place in self._leaving(number, row, first)
             )
-            # Beams may share what they leave.
-            spare = sum(page >= 0 and counts.refs[page] == n for page, n in leaving.items())
+            # A page that beams share becomes free when all of them leave it.
+            freed = sum(page >= 0 and pool.refs[page] == count for page, count in leaving.items())
             new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
-            found.append(max(new - spare, 0))
-        return found
+            missing.append(max(new - freed, 0))
+        return missing
 
     def extend(self, row: int, tokens: int) -> None:
-        """Let a row have the pages of so many tokens, which are free."""
-        for number, kind in enumerate(self._kinds):
-            end, gone = self._reach(number, tokens)
-            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
-            for page in self._left(number, row, gone):
-                column = kind.column(page)
+        """Give a row the pages of ``tokens`` tokens; enough pages must be free."""
+        for number, group in enumerate(self._groups):
+            end, first = self._span(number, tokens)
+            pool, table = self._pools[number], self.tables[number]
+            for place in self._leaving(number, row, first):
+                column = group.column(place)
                 if table[row, column] >= 0:
-                    counts.release(int(table[row, column]))
+                    pool.release(int(table[row, column]))
                     table[row, column] = -1
-            for page in range(int(self._end[number, row]), end):
-                column = kind.column(page)
+            for place in range(int(self._end[number, row]), end):
+                column = group.column(place)
                 assert table[row, column] < 0
-                table[row, column] = counts.allocate()
-            self._first[number, row] = max(self._first[number, row], gone)
+                table[row, column] = pool.allocate()
+            self._first[number, row] = max(self._first[number, row], first)
             self._end[number, row] = max(self._end[number, row], end)
 
-    def wanting(self, row: int, tokens: int) -> list[bool]:
-        """Of each kind, whether a row is to take further pages to come to so many tokens."""
-        reach = (self._reach(number, tokens)[0] for number in range(len(self._kinds)))
-        return [end > int(ends[row]) for end, ends in zip(reach, self._end, strict=True)]
+    def needs_pages(self, row: int, tokens: int) -> list[bool]:
+        """For each group, whether a row takes further pages on the way to ``tokens`` tokens."""
+        ends = (self._span(number, tokens)[0] for number in range(len(self._groups)))
+        return [end > int(own[row]) for end, own in zip(ends, self._end, strict=True)]
 
     def release(self, row: int) -> None:
-        """Let a row have none."""
-        for counts, table in zip(self._prefixes.pool.allocators, self.tables, strict=True):
+        """Return all pages of a row."""
+        for pool, table in zip(self._pools, self.tables, strict=True):
             for page in table[row][table[row] >= 0].tolist():
-                counts.release(page)
+                pool.release(page)
             table[row] = -1
         self._first[:, row] = self._end[:, row] = 0
 
     def branch(self, source: int, row: int, tokens: int) -> list[tuple[int, int]]:
-        """Let an empty row go on from one of so many tokens, whose full pages it shares; of each
-        kind the page that is not full, and a free one that is to be the same, -1 for none."""
-        found = []
-        for number, kind in enumerate(self._kinds):
-            counts, table = self._prefixes.pool.allocators[number], self.tables[number]
-            table[row], part = table[source], kind.pages_for(tokens)[1]
+        """Let an empty row share the full pages of ``source``, which has ``tokens`` tokens. Returns
+        for each group the source's partly full page and the free page to copy it to, -1 for
+        none."""
+        copies = []
+        for number, group in enumerate(self._groups):
+            pool, table = self._pools[number], self.tables[number]
+            table[row], part = table[source], group.pages_for(tokens)[1]
             pages = -1, -1
             if part is not None:
-                column = kind.column(part)
-                pages = int(table[source, column]), counts.allocate()
+                column = group.column(part)
+                pages = int(table[source, column]), pool.allocate()
                 table[row, column] = pages[1]
-            for page in table[row][table[row] >= 0].tolist():
-                if page != pages[1]:
-                    counts.retain(page)
-            found.append(pages)
-        for ends in (self._first, self._end):
-            ends[:, row] = ends[:, source]
-        return found
+            for shared in table[row][table[row] >= 0].tolist():
+                if shared != pages[1]:
+                    pool.retain(shared)
+            copies.append(pages)
+        for places in (self._first, self._end):
+            places[:, row] = places[:, source]
+        return copies
 
-    def partly(self, row: int, tokens: int) -> list[int]:
-        """The page of each kind that is not full where a row has so many tokens, 0 for none."""
-        found = []
-        for kind, table in zip(self._kinds, self.tables, strict=True):
-            page = kind.pages_for(tokens)[1]
-            found.append(0 if page is None else int(table[row, kind.column(page)]))
-        return found
+    def partial_pages(self, row: int, tokens: int) -> list[int]:
+        """For each group, the partly full page of a row with ``tokens`` tokens, 0 for none."""
+        pages = []
+        for group, table in zip(self._groups, self.tables, strict=True):
+            part = group.pages_for(tokens)[1]
+            pages.append(0 if part is None else int(table[row, group.column(part)]))
+        return pages
 
-    def retained(self, row: int, tokens: int) -> list[np.ndarray | None]:
-        """Of the kinds whose windows move, the pages that a row's text goes on with behind so many
-        tokens, as a table; None of other kinds."""
-        found: list[np.ndarray | None] = []
-        for number, kind in enumerate(self._kinds):
-            if not kind.windowed:
-                found.append(None)
+    def window_tables(self, row: int, tokens: int) -> list[np.ndarray | None]:
+        """For each group with a window, the table of the full pages that a sequence needs to
+        continue after ``tokens`` tokens; None for other groups."""
+        tables: list[np.ndarray | None] = []
+        for number, group in enumerate(self._groups):
+            if not group.windowed:
+                tables.append(None)
                 continue
             table = np.full_like(self.tables[number][row], -1)
-            for page in kind.pages_for(tokens)[0]:
-                column = kind.column(page)
+            for place in group.pages_for(tokens)[0]:
+                column = group.column(place)
                 table[column] = self.tables[number][row, column]
-            found.append(table)
-        return found
+            tables.append(table)
+        return tables
 
-    def of(self, row: int) -> list[list[tuple[int, int]]]:
-        """Of each kind, the columns of a row that have a page, and the pages."""
+    def pages_of(self, row: int) -> list[list[tuple[int, int]]]:
+        """For each group, the (column, page) pairs of a row."""
         return [
             [(int(column), int(table[row, column])) for column in np.flatnonzero(table[row] >= 0)]
             for table in self.tables
         ]
 
-    def take_up(self, row: int, columns: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """Let an empty row of so many tokens have a free page in some columns of each kind; these
-        pages."""
-        found = []
-        for number, (kind, some) in enumerate(zip(self._kinds, columns, strict=True)):
-            layout, units = kind.page_group.layout, int(kind.page_group.units(tokens))
-            pages = [self._prefixes.pool.allocators[number].allocate() for _ in some]
-            self.tables[number][row, list(some)] = pages
-            self._first[number, row] = int(layout.gone_before(units))
-            self._end[number, row] = int(layout.filled(units))
-            found.append(pages)
-        return found
+    def take(self, row: int, columns: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
+        """Give an empty row, which will have ``tokens`` tokens, free pages in the ``columns`` of
+        each group. Returns these pages."""
+        taken = []
+        for number, own in enumerate(columns):
+            pages = [self._pools[number].allocate() for _ in own]
+            self.tables[number][row, list(own)] = pages
+            self._end[number, row], self._first[number, row] = self._span(number, tokens)
+            taken.append(pages)
+        return taken
 
-    def counted(self) -> dict[str, Any]:
-        """Of each pool how many pages there are, are free, and are had by rows; by the names of
-        ``EngineStats``."""
-        counts = self._prefixes.pool.allocators
+    def counts(self) -> dict[str, Any]:
+        """The fields ``pages``, ``free`` and ``used`` of ``EngineStats``."""
         return {
-            "pages": tuple(len(each.refs) for each in counts),
-            "free": tuple(len(each.free) for each in counts),
+            "pages": tuple(len(pool.refs) for pool in self._pools),
+            "free": tuple(len(pool.free) for pool in self._pools),
             "used": tuple(np.unique(table[table >= 0]).size for table in self.tables),
         }
 
-    def _reach(self, number: int, tokens: int) -> tuple[int, int]:
-        """Pages that so many tokens fill, and the first of them that a query may still see."""
-        page_group = self._kinds[number].page_group
-        units = int(page_group.units(tokens))
-        layout = page_group.layout
+    def _span(self, number: int, tokens: int) -> tuple[int, int]:
+        """The number of pages that ``tokens`` tokens reach, and the first that a query still
+        sees."""
+        page_group = self._groups[number].page_group
+        layout, units = page_group.layout, int(page_group.units(tokens))
         return int(layout.filled(units)), int(layout.gone_before(units))
 
-    def _left(self, number: int, row: int, gone: int) -> range:
-        """The pages that windows leave, behind the sinks'."""
-        first = max(int(self._first[number, row]), self._kinds[number].page_group.layout.sink_pages)
-        return range(first, gone)
+    def _leaving(self, number: int, row: int, first: int) -> range:
+        """The pages before ``first`` that the row still has, without sink pages."""
+        sinks = self._groups[number].page_group.layout.sink_pages
+        return range(max(int(self._first[number, row]), sinks), first)

@@ -1,8 +1,8 @@
-"""The programs that an engine runs: chunks of prompts, rounds of decoding, rows put and taken.
+"""The compiled programs of an engine, their inputs and their output.
 
-The host counts: how long each row is, which pages it has and how many rounds it takes part in are
-given with every program. What a program leaves for the next one is on the device: newest tokens,
-which rows have ended, tails and windows. So the next program can be given before this one is done.
+The host counts: each dispatch passes the rows' lengths, their page tables and the number of decode
+rounds. What the next program needs stays on the device: newest tokens, which rows have ended,
+tails and windows. So the host can dispatch the next program before this one has finished.
 """
 
 import functools
@@ -30,27 +30,38 @@ from kvjax.sampling.params import SamplingArrays
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores, score_tokens
 
+SCORE_BATCH = 32
+"""Prompt positions whose scores are computed at once; each takes several arrays of the vocabulary's
+size."""
+
 
 @pytree_dataclass
 class EngineState:
-    """What the device has of all rows: ``cache``, whose lengths and tables are given anew with each
-    program; ``progress``, where each row stands; ``past``: the text of each row, which its filters
-    go by, where they do; else anything."""
+    """What the device keeps of all rows between programs.
+
+    ``cache``: every program replaces its lengths and page tables; ``progress``: newest token,
+    number of new tokens, and whether the row has ended; ``history``: the tokens of each row whose
+    sampling or draft needs them.
+    """
 
     cache: KVCache
     progress: Progress
-    past: TokenHistory
+    history: TokenHistory
 
 
 @pytree_dataclass
-class SamplingParams:
-    """What rows are asked for, an entry a row: the numbers of sampling; ``limit``: int32, new
-    tokens after which each is done; ``scores``: int32, 0 for no log-probability, else one more than
-    the likeliest tokens that are told; ``search``: bool, whether these are of those allowed."""
+class RowParams:
+    """Parameters of each row's request.
+
+    ``sampling``: parameters of ``sample``; ``limit``: int32[rows], maximum number of new tokens;
+    ``logprobs``: int32[rows], 0 for no log-probabilities, else 1 plus the number of likeliest
+    tokens to report; ``search``: bool[rows], rows of a beam search, whose likeliest tokens are
+    taken among the allowed ones.
+    """
 
     sampling: SamplingArrays
     limit: PerRow
-    scores: PerRow
+    logprobs: PerRow
     search: RowMask
 
 
@@ -58,11 +69,11 @@ class SamplingParams:
 class PrefillInputs:
     """A chunk of the prompts of some rows.
 
-    ``rows``: int32[n], which; ``tokens``: int32[n, new], ``lengths`` of them real, behind the
-    ``starts`` that they have; ``tables``: of each kind of layers, int32[n, columns]. ``fresh``:
-    bool[n], rows that begin, and have nothing but pages; ``ends``: bool[n], prompts that end here;
-    ``forced``: int32[n], their first tokens, where these are known, or -1; ``allowed``: bits of
-    what these may be.
+    ``rows``: int32[n]; ``tokens``: int32[n, width], padded after each row's first ``lengths``;
+    ``starts``: int32[n], tokens that each row already has in the cache; ``tables``: for each cache
+    group int32[n, columns]; ``fresh``: bool[n], rows without any state except shared pages;
+    ``ends``: bool[n], whether this is the last chunk; ``forced``: int32[n], the first new token if
+    it is already known, else -1; ``allowed``: token mask of the first new token.
     """
 
     rows: PerRow
@@ -74,35 +85,34 @@ class PrefillInputs:
     ends: RowMask
     forced: PerRow
     allowed: Allowed
-    asked: SamplingParams
+    params: RowParams
 
 
 @pytree_dataclass
 class DecodeInputs:
-    """Some rounds of decoding, of all rows in order, or of some.
+    """Rounds of decoding, for all rows in order or for some of them.
 
-    ``rows``: int32[n], which; ``lengths``: int32[n], tokens that each has in the cache; ``rounds``:
-    int32[n], how many it takes part in; ``tables``: as of ``PrefillInputs``; ``forced``: int32[n,
-    most], tokens that are known already, or -1. ``allowed``: bits of what the first of them may be.
+    ``rows``: int32[n]; ``lengths``: int32[n], tokens that each row has in the cache; ``rounds``:
+    int32[n], how many tokens to decode; ``tables``: as in ``PrefillInputs``; ``forced``: int32[n,
+    max_rounds], tokens that are already known, else -1; ``allowed``: token mask of the first round.
     """
 
     rows: PerRow
     lengths: PerRow
     rounds: PerRow
     tables: tuple[Array, ...]
-    forced: Int[Array, "rows most"]
+    forced: Int[Array, "rows max_rounds"]
     allowed: Allowed
-    asked: SamplingParams
+    params: RowParams
 
 
 @pytree_dataclass
 class VerifyInputs:
-    """Drafts of some rows.
+    """Drafted tokens of some rows.
 
-    ``rows``: int32[n], which; ``tokens``: int32[n, 1 + most], each row's newest token, and behind
-    it ``count`` drafted ones, int32[n]; ``starts``: int32[n], tokens that each has in the cache;
-    ``tables``: of each kind of layers, int32[n, columns]. ``allowed``:
-    bits of what may come behind each token.
+    ``rows``: int32[n]; ``tokens``: int32[n, 1 + max_drafted], each row's newest token, then its
+    ``count`` drafted ones, int32[n]; ``starts``: int32[n], tokens that each row has in the cache;
+    ``tables``: as in ``PrefillInputs``; ``allowed``: token mask after each of ``tokens``.
     """
 
     rows: PerRow
@@ -111,199 +121,218 @@ class VerifyInputs:
     starts: PerRow
     tables: tuple[Array, ...]
     allowed: UInt[Array, "rows places words"]
-    asked: SamplingParams
+    params: RowParams
 
 
 @pytree_dataclass
 class ProgramOutput:
-    """What a program has done: ``tokens``: int32[rows, most], those that it chose, as many of a row
-    as its ``count`` has grown by; their ``scores``, where they were asked for; ``count``, ``done``,
-    ``broken``: as of ``Progress``; ``status``: int32[rows], of the cache; ``prompt``: scores of the
-    tokens of a prompt, [1, new], each of the next one, if they were requested."""
+    """What a program returns to the host.
 
-    tokens: Int[Array, "rows most"]
+    ``tokens``: int32[n, rounds], the tokens it chose; a row has as many as its ``count`` grew by.
+    ``scores``: their log-probabilities, zeros where no row requests them; ``count``, ``done``,
+    ``broken``: as in ``Progress``; ``status``: int32[n], as in ``KVCache``; ``prompt_scores``:
+    [1, width], the score of each prompt token's successor, if requested.
+    """
+
+    tokens: Int[Array, "rows rounds"]
     scores: Scores
     count: PerRow
     done: RowMask
     broken: RowMask
     status: PerRow
-    prompt: Scores | None = None
+    prompt_scores: Scores | None = None
 
 
-SCORED = 32
-"""Places of a prompt that are scored at once."""
-
-
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
-def feed(
-    held: EngineState,
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="engine_state")
+def prefill(
+    engine_state: EngineState,
     model: Model,
     params: Any,
-    piece: PrefillInputs,
-    following: Tokens | None = None,
+    inputs: PrefillInputs,
+    next_tokens: Tokens | None = None,
 ) -> tuple[EngineState, ProgramOutput]:
-    """Feed a chunk of prompts, and choose the first token of those that end in it; ``following``:
-    int32[1, new], the token after each one of a single prompt, to be scored."""
-    before = some_of(held, piece.rows)
-    starts, written = piece.starts, before.cache.written
-    written = jnp.where(piece.fresh[:, None], starts[:, None], written)
-    context: Any = context_of(before.cache, starts, piece.tables, written=written)
-    told = None
-    if following is None:
-        logits, context = context.forward(model, params, piece.tokens, piece.lengths)
+    """Run a chunk of prompts, and choose the first new token of prompts that end in it.
+
+    ``next_tokens``: int32[1, width], the successor of each token of a single prompt, if its scores
+    are requested.
+    """
+    before = select_rows(engine_state, inputs.rows)
+    starts, written = inputs.starts, before.cache.written
+    written = jnp.where(inputs.fresh[:, None], starts[:, None], written)
+    context = program_context(before.cache, starts, inputs.tables, written=written)
+    prompt_scores = None
+    if next_tokens is None:
+        logits, context = context.forward(model, params, inputs.tokens, inputs.lengths)
     else:
-        every, context = context.forward_all(model, params, piece.tokens, piece.lengths)
-        logits, told = every[:, piece.lengths[0] - 1], scores_along(every, following, context)
-    zeros = jnp.zeros_like(piece.rows)
-    waiting = Progress(zeros, zeros, ~piece.ends, zeros > 0)
-    progress, past, scores = choose_next(
-        waiting, before.past, logits, context, piece.asked, piece.forced, piece.allowed
+        all_logits, context = context.forward_all(model, params, inputs.tokens, inputs.lengths)
+        logits = all_logits[:, inputs.lengths[0] - 1]
+        prompt_scores = scores_of_next(all_logits, next_tokens, context)
+    zeros = jnp.zeros_like(inputs.rows)
+    first = Progress(zeros, zeros, ~inputs.ends, zeros > 0)
+    progress, history, scores = choose_next(
+        first, before.history, logits, context, inputs.params, inputs.forced, inputs.allowed
     )
-    # Where a prompt goes on, nothing was chosen.
     progress = jax.tree.map(
-        lambda new, old: jnp.where(piece.ends, new, old), progress, before.progress
+        lambda new, old: jnp.where(inputs.ends, new, old), progress, before.progress
     )
-    after = EngineState(context.cache, progress, past)
+    after = EngineState(context.cache, progress, history)
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
-    report = replace(report_of(after, tokens, scores), prompt=told)
-    return with_some(held, piece.rows, after), report
+    output = replace(program_output(after, tokens, scores), prompt_scores=prompt_scores)
+    return update_rows(engine_state, inputs.rows, after), output
 
 
-@functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="held")
+@functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="engine_state")
 def decode(
-    held: EngineState, model: Model, params: Any, call: DecodeInputs, *, exact: bool
+    engine_state: EngineState, model: Model, params: Any, inputs: DecodeInputs, *, exact: bool
 ) -> tuple[EngineState, ProgramOutput]:
-    """Decode, until each row has taken part in its rounds, or is done; ``exact``: such that what it
-    gets does not depend on the others."""
-    before, (rows, most) = some_of(held, call.rows), call.forced.shape
-    begins = (call.rounds > 0) & ~before.progress.done
-    written = written_to(before.cache, jnp.where(begins, call.lengths + call.rounds, 0))
-    lengths = jnp.where(begins, call.lengths, 0)
-    context = context_of(before.cache, lengths, call.tables, written=written)
-    out = jnp.zeros((rows, most), jnp.int32), Scores.zeros((rows, most), MAX_LOGPROBS)
+    """Decode until each row has run its rounds or has ended.
+
+    ``exact``: attention does not depend on the length of the other rows.
+    """
+    before, (rows, max_rounds) = select_rows(engine_state, inputs.rows), inputs.forced.shape
+    decoding = (inputs.rounds > 0) & ~before.progress.done
+    ends = jnp.where(decoding, inputs.lengths + inputs.rounds, 0)
+    written = written_at(before.cache, ends)
+    lengths = jnp.where(decoding, inputs.lengths, 0)
+    context = program_context(before.cache, lengths, inputs.tables, written=written)
+    empty = jnp.zeros((rows, max_rounds), jnp.int32), Scores.zeros((rows, max_rounds), MAX_LOGPROBS)
 
     def active(step: Array, progress: Progress) -> RowMask:
-        return begins & (step < call.rounds) & ~progress.done
+        return decoding & (step < inputs.rounds) & ~progress.done
 
-    def go_on(carry: Any) -> Array:
+    def any_active(carry: Any) -> Array:
         step, _, progress, *_ = carry
         return jnp.any(active(step, progress))
 
-    def one(carry: Any) -> Any:
-        step, context, progress, past, (tokens, scores) = carry
+    def one_round(carry: Any) -> Any:
+        step, context, progress, history, outputs = carry
         now = active(step, progress)
         with ragged_batches(exact=exact):
             logits, context = context.forward(
                 model, params, progress.token[:, None], now.astype(jnp.int32)
             )
-        waiting = replace(progress, done=progress.done | ~now)
-        forced = lax.dynamic_index_in_dim(call.forced, step, axis=1, keepdims=False)
-        allowed = jnp.where(step == 0, call.allowed, ALL_ALLOWED)
-        chosen, past, found = choose_next(
-            waiting, past, logits, context, call.asked, forced, allowed
+        paused = replace(progress, done=progress.done | ~now)
+        forced = lax.dynamic_index_in_dim(inputs.forced, step, axis=1, keepdims=False)
+        allowed = jnp.where(step == 0, inputs.allowed, ALL_ALLOWED)
+        chosen, history, scores = choose_next(
+            paused, history, logits, context, inputs.params, forced, allowed
         )
         progress = replace(chosen, done=jnp.where(now, chosen.done, progress.done))
-        tokens, scores = jax.tree.map(
-            lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], step, axis=1),
-            (tokens, scores),
-            (progress.token, found),
-        )
-        return step + 1, context, progress, past, (tokens, scores)
+        outputs = set_column(outputs, step, (progress.token, scores))
+        return step + 1, context, progress, history, outputs
 
-    begin = jnp.int32(0), context, before.progress, before.past, out
-    _, context, progress, past, (tokens, scores) = lax.while_loop(go_on, one, begin)
-    after = EngineState(context.cache, progress, past)
-    return with_some(held, call.rows, after), report_of(after, tokens, scores)
+    carry = jnp.int32(0), context, before.progress, before.history, empty
+    _, context, progress, history, (tokens, scores) = lax.while_loop(any_active, one_round, carry)
+    after = EngineState(context.cache, progress, history)
+    return update_rows(engine_state, inputs.rows, after), program_output(after, tokens, scores)
 
 
-@functools.partial(jax.jit, donate_argnames="held")
-def mark(
-    held: EngineState, row: Array, tokens: Int[Array, " n"], length: Array
+@functools.partial(jax.jit, donate_argnames="engine_state")
+def set_history(
+    engine_state: EngineState, row: Array, tokens: Int[Array, " n"], length: Array
 ) -> tuple[EngineState, None]:
-    """Let a row's text be so many of these tokens, padded with numbers that are none's."""
-    past = held.past
-    assert past.seen is not None and past.tokens is not None and past.length is not None
-    mine = jnp.zeros(past.seen.shape[1], bool).at[tokens].set(True, mode="drop")
-    past = TokenHistory(
-        past.seen.at[row].set(mine),
-        past.tokens.at[row].set(tokens),
-        past.length.at[row].set(length),
+    """Set a row's ``history`` to the first ``length`` of ``tokens``, which are padded with the
+    vocabulary's size."""
+    history = engine_state.history
+    assert history.seen is not None and history.tokens is not None and history.length is not None
+    seen = jnp.zeros(history.seen.shape[1], bool).at[tokens].set(True, mode="drop")
+    history = TokenHistory(
+        history.seen.at[row].set(seen),
+        history.tokens.at[row].set(tokens),
+        history.length.at[row].set(length),
     )
-    return replace(held, past=past), None
+    return replace(engine_state, history=history), None
 
 
-@functools.partial(jax.jit, static_argnames="splits")
-def take(held: EngineState, row: Array, parts: list[Array], *, splits: Any) -> Any:
-    """What a row has beside full pages, and where it stands.
+@functools.partial(jax.jit, static_argnames="groups")
+def save_row(engine_state: EngineState, row: Array, parts: list[Array], *, groups: Any) -> Any:
+    """Copy what a row has outside of full pages.
 
-    ``parts``: of each kind of layers whose pages are of blocks int32[1], the page that is not full;
-    ``splits``: the numbers of these layers, of each.
+    Returns ``((layers, partial pages), (progress, history))``.
+
+    ``parts``: int32[1] for each cache group whose pages hold blocks, the page that is partly full;
+    ``groups``: the layer numbers of each of these groups.
     """
-    cache = held.cache
+    cache = engine_state.cache
 
-    def mine(tree: Any) -> Any:
+    def of_row(tree: Any) -> Any:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), tree)
 
-    rows = [mine(row_arrays(layer.near())) for layer in cache.layers], mine(cache.written)
-    found = []
-    for page, entries in zip(parts, splits, strict=True):
+    layers = [of_row(row_arrays(layer.near())) for layer in cache.layers], of_row(cache.written)
+    partial_pages = []
+    for page, entries in zip(parts, groups, strict=True):
         for layer in (cache.layers[n] for n in entries):
             body, placement = (layer.keys, layer.values), layer.policy.placement
             pages = gather_pages(body, layer.orders, placement, page)
-            found.append(jax.tree.map(lambda x: x[0], pages))
-    return (rows, found), mine((held.progress, held.past))
+            partial_pages.append(jax.tree.map(lambda x: x[0], pages))
+    return (layers, partial_pages), of_row((engine_state.progress, engine_state.history))
 
 
-@functools.partial(jax.jit, donate_argnames="held")
-def put(held: EngineState, row: Array, rows: Any, stands: Any) -> tuple[EngineState, None]:
-    """A row with what ``take`` gave of its layers, and where it stands."""
-    cache = held.cache
+@functools.partial(jax.jit, donate_argnames="engine_state")
+def restore_row(
+    engine_state: EngineState, row: Array, layers: Any, progress: Any
+) -> tuple[EngineState, None]:
+    """Set a row to the ``layers`` and ``(progress, history)`` that ``save_row`` returned."""
+    cache = engine_state.cache
 
-    def into(tree: Any, mine: Any) -> Any:
-        return jax.tree.map(lambda x, new: x.at[row].set(new), tree, mine)
+    def with_row(tree: Any, saved: Any) -> Any:
+        return jax.tree.map(lambda x, new: x.at[row].set(new), tree, saved)
 
-    owns, written = rows
-    layers = tuple(
-        with_row_arrays(layer, into(row_arrays(layer), mine))
-        for layer, mine in zip(cache.layers, owns, strict=True)
+    saved_layers, written = layers
+    restored = tuple(
+        with_row_arrays(layer, with_row(row_arrays(layer), saved))
+        for layer, saved in zip(cache.layers, saved_layers, strict=True)
     )
-    cache = replace(cache, layers=layers, written=into(cache.written, written))
-    return EngineState(cache, *into((held.progress, held.past), stands)), None
+    cache = replace(cache, layers=restored, written=with_row(cache.written, written))
+    return EngineState(
+        cache, *with_row((engine_state.progress, engine_state.history), progress)
+    ), None
 
 
-def some_of(held: EngineState, rows: PerRow) -> EngineState:
-    """Some rows, int32[n]; what is behind the last is anything. All of them, in order, are as they
-    are."""
-    if len(rows) == held.cache.batch:
-        return held
-    cache = held.cache
+def select_rows(engine_state: EngineState, rows: PerRow) -> EngineState:
+    """The state of ``rows``, int32[n]. Numbers outside of the cache select any row; ``n`` rows of a
+    cache of ``n`` are all rows in order."""
+    cache = engine_state.cache
+    if len(rows) == cache.batch:
+        return engine_state
     layers = tuple(layer.take_rows(rows) for layer in cache.layers)
-    written, progress, past = jax.tree.map(
+    written, progress, history = jax.tree.map(
         lambda x: jnp.take(x, rows, axis=0, mode="clip"),
-        (cache.written, held.progress, held.past),
+        (cache.written, engine_state.progress, engine_state.history),
     )
-    return EngineState(replace(cache, layers=layers, written=written), progress, past)
+    return EngineState(replace(cache, layers=layers, written=written), progress, history)
 
 
-def with_some(held: EngineState, rows: PerRow, after: EngineState) -> EngineState:
-    """With some rows as a program has left them; lengths and tables are given with the next."""
-    cache, new = held.cache, after.cache
+def update_rows(engine_state: EngineState, rows: PerRow, after: EngineState) -> EngineState:
+    """Write ``after``, the state of ``rows`` after a program, back into the state of all rows;
+    numbers outside of the cache are dropped."""
+    cache, new = engine_state.cache, after.cache
     if len(rows) == cache.batch:
         return replace(after, cache=replace(cache, layers=new.layers, written=new.written))
 
-    def into(all: Any, some: Any) -> Any:
-        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), all, some)
+    def scatter(all_rows: Any, selected: Any) -> Any:
+        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), all_rows, selected)
 
-    both = zip(cache.layers, new.layers, strict=True)
-    layers = tuple(layer.set_rows(rows, found) for layer, found in both)
-    cache = replace(cache, layers=layers, written=into(cache.written, new.written))
-    return EngineState(cache, into(held.progress, after.progress), into(held.past, after.past))
+    pairs = zip(cache.layers, new.layers, strict=True)
+    layers = tuple(layer.set_rows(rows, changed) for layer, changed in pairs)
+    cache = replace(cache, layers=layers, written=scatter(cache.written, new.written))
+    progress = scatter(engine_state.progress, after.progress)
+    return EngineState(cache, progress, scatter(engine_state.history, after.history))
 
 
-def context_of(
+def set_column(outputs: Any, step: Array, values: Any) -> Any:
+    """Set column ``step`` of arrays [rows, steps, ...] to arrays [rows, ...]."""
+    return jax.tree.map(
+        lambda array, new: lax.dynamic_update_slice_in_dim(array, new[:, None], step, axis=1),
+        outputs,
+        values,
+    )
+
+
+def program_context(
     cache: KVCache, length: PerRow, tables: tuple[Array, ...], **changes: Array
 ) -> Cached:
-    """The rows as a program is given them: so long, and with these tables."""
+    """The cache with the lengths and page tables that the host passes to a program."""
     pools: Any = tuple(
         FixedPageTables(table, page_group.layout.pool or 0)
         for table, page_group in zip(tables, cache.page_groups, strict=True)
@@ -312,88 +341,82 @@ def context_of(
     return Cached(replace(cache, length=length, status=status, pools=pools, **changes))
 
 
-def written_to(cache: KVCache, ends: PerRow) -> Array:
-    """What a cache's layers have come to where rows will end there. Windows in pages have given
-    back what is behind that: whatever stands there now is no number of the row's. Of layers with a
-    tail the marks say what that holds."""
+def written_at(cache: KVCache, ends: PerRow) -> Array:
+    """The high-water marks for rows that will end at ``ends``.
+
+    The host may already have given away the pages that a window leaves on the way there, so their
+    contents must not count as the row's. The marks of layers with a tail describe the tail, and
+    stay.
+    """
     raw = jnp.array([x.policy.page_group is not None and x.tail is None for x in cache.layers])
     return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)
 
 
-def report_of(after: EngineState, tokens: Array, scores: Scores) -> ProgramOutput:
+def program_output(after: EngineState, tokens: Array, scores: Scores) -> ProgramOutput:
     progress = after.progress
     return ProgramOutput(
         tokens, scores, progress.count, progress.done, progress.broken, after.cache.status
     )
 
 
-def scores_along(every: Float[Array, "1 new vocab"], tokens: Tokens, context: Context) -> Scores:
-    """The scores of the token after each one of a single row, from the logits there."""
-    logits = gather_vocab(every, context)[0]
+def scores_of_next(
+    all_logits: Float[Array, "1 width vocab"], next_tokens: Tokens, context: Context
+) -> Scores:
+    """The score of each prompt token's successor, for one row."""
+    logits = gather_vocab(all_logits, context)[0]
     most = min(MAX_LOGPROBS, logits.shape[1])
 
-    def scored(one: tuple[Array, Array]) -> Scores:
-        row, token = (x[None] for x in one)
-        none = jnp.zeros(1, jnp.float32)
-        found = score_tokens(row, token, most, filtered=None, temperature=none)
-        return jax.tree.map(lambda x: x[0], found)
+    def score(position: tuple[Array, Array]) -> Scores:
+        row, token = (x[None] for x in position)
+        greedy = jnp.zeros(1, jnp.float32)
+        scores = score_tokens(row, token, most, filtered=None, temperature=greedy)
+        return jax.tree.map(lambda x: x[0], scores)
 
-    # Few places at once: each takes several rows of the vocabulary.
-    found = lax.map(scored, (logits, tokens[0]), batch_size=SCORED)
-    return jax.tree.map(lambda x: x[None], found)
+    scores = lax.map(score, (logits, next_tokens[0]), batch_size=SCORE_BATCH)
+    return jax.tree.map(lambda x: x[None], scores)
 
 
 def choose_next(
     progress: Progress,
-    past: TokenHistory,
+    history: TokenHistory,
     logits: Logits,
     context: Context,
-    asked: SamplingParams,
+    params: RowParams,
     forced: PerRow,
-    allowed: Allowed | None,
+    allowed: Allowed,
 ) -> tuple[Progress, TokenHistory, Scores]:
-    """The next token of the rows that are not done, and its scores where some row asks for them."""
-    settings, cache = asked.sampling, context.cache
+    """Choose the next token of rows that are not done, and its scores if any row requests them."""
+    settings, cache = params.sampling, context.cache
     filters = replace(settings.filters, mesh=cache is not None and cache.spread is not None)
     logits = gather_vocab(logits, context)
-    after, then = choose_tokens(
-        progress,
-        past,
-        logits,
-        filters,
-        settings,
-        asked.limit,
-        forced=forced,
-        allowed=allowed,
+    after, new_history = choose_tokens(
+        progress, history, logits, filters, settings, params.limit, forced=forced, allowed=allowed
     )
     batch, most = logits.shape[0], min(MAX_LOGPROBS, logits.shape[1])
 
-    def scored(logits: Logits) -> Scores:
+    def score(logits: Logits) -> Scores:
         filtered = filter_logits(
             logits.astype(jnp.float32),
             filters,
             settings,
             count=progress.count,
-            past=past,
+            past=history,
             allowed=allowed,
         )
-        among = None
-        if allowed is not None:
-            among = jnp.where(asked.search[:, None], allowed, ALL_ALLOWED)
-        found = score_tokens(
+        scores = score_tokens(
             logits,
             after.token,
             most,
             filtered=filtered,
             temperature=settings.temperature,
-            among=among,
+            among=jnp.where(params.search[:, None], allowed, ALL_ALLOWED),
         )
-        more = ((0, 0), (0, MAX_LOGPROBS - most))
-        likeliest = jnp.pad(found.likeliest, more, constant_values=-jnp.inf)
-        return replace(found, ids=jnp.pad(found.ids, more), likeliest=likeliest)
+        missing = ((0, 0), (0, MAX_LOGPROBS - most))
+        likeliest = jnp.pad(scores.likeliest, missing, constant_values=-jnp.inf)
+        return replace(scores, ids=jnp.pad(scores.ids, missing), likeliest=likeliest)
 
-    def none(logits: Logits) -> Scores:
+    def no_scores(logits: Logits) -> Scores:
         return Scores.zeros((batch,), MAX_LOGPROBS)
 
-    assert then is not None
-    return after, then, lax.cond(jnp.any(asked.scores > 0), scored, none, logits)
+    assert new_history is not None
+    return after, new_history, lax.cond(jnp.any(params.logprobs > 0), score, no_scores, logits)

@@ -1,4 +1,4 @@
-"""What an engine is asked for, checked before it waits for its turn."""
+"""A request of an engine: its parameters, checked before it waits for a row."""
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -25,10 +25,10 @@ from kvjax.prefixes.radix import checked_name
 from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
 from kvjax.sampling.scores import MAX_LOGPROBS
 
-MOST_ENDS = 16
-"""End-of-text tokens that a request can have."""
-MOST_BIASED = 304
-"""Tokens whose logits a request can change."""
+MAX_EOS_TOKENS = 16
+"""Maximum number of ``eos_token_ids`` of a request."""
+MAX_BIASED_TOKENS = 304
+"""Maximum number of tokens in a request's ``logit_bias``."""
 
 
 class RequestParams(TypedDict, total=False):
@@ -64,43 +64,51 @@ class RequestParams(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A request that can run.
+    """A request whose parameters are valid for its engine.
 
-    ``tokens``: of its prompt; ``limit``: new tokens after which it ends; ``eos``: tokens that end
-    it; ``stops``: strings before which its text ends; ``sampling``: the numbers of a row;
-    ``scores``: how many of the likeliest tokens to report with each new token, None for no
-    log-probabilities; ``prompt_scores``: the same with each token of its prompt;
-    ``tenant``: whose prefixes it shares; ``priority``: lower goes first; ``deadline``: seconds
-    after which it ends as it is, None for never; ``by_text``: whether its filters, or a draft's
-    model, go by its text; ``guide``: which tokens may come next, None for all; ``drafting``: what
-    proposes them, None for nothing; ``search``: of several beams, None for a text alone, whose
-    texts are not to end before they have the ``least`` tokens.
+    Args:
+      tokens: the prompt.
+      max_new_tokens: the request ends after this many new tokens.
+      min_new_tokens: end tokens and stop strings count only after this many new tokens.
+      eos: tokens that end the request.
+      stops: strings that end it; the text ends before them.
+      sampling: sampling parameters, as arrays of one row.
+      logprobs: how many of the likeliest tokens to report with each new token; None for no
+        log-probabilities.
+      prompt_logprobs: the same for each prompt token.
+      tenant: requests share prefixes only within a tenant.
+      priority: lower numbers are scheduled first.
+      deadline: seconds after submission at which the request ends as it is; None for never.
+      needs_past: whether sampling, or a draft model, needs the row's tokens on the device.
+      guide: constrains which tokens may come next; None allows all.
+      draft_plan: how tokens are drafted; None for no drafts.
+      search: the beam search; None for a single sequence.
     """
 
     tokens: list[int]
-    limit: int
+    max_new_tokens: int
+    min_new_tokens: int
     eos: frozenset[int]
     stops: tuple[str, ...]
     sampling: SamplingArrays
-    scores: int | None
-    prompt_scores: int | None
+    logprobs: int | None
+    prompt_logprobs: int | None
     tenant: Hashable
     priority: int
     deadline: float | None
-    by_text: bool
+    needs_history: bool
     guide: Guide | None
-    drafting: DraftPlan | None
+    draft_plan: DraftPlan | None
     search: SearchConfig | None
-    least: int
 
     @property
-    def need(self) -> int:
-        """Tokens that a row of it holds, at most."""
-        return positions_needed(len(self.tokens), self.limit)
+    def max_length(self) -> int:
+        """Maximum number of tokens that a row of it keeps in the cache."""
+        return positions_needed(len(self.tokens), self.max_new_tokens)
 
 
-def asked(
-    proposers: DraftPlanner,
+def parse_request(
+    planner: DraftPlanner,
     pool_config: PoolConfig,
     rows: int,
     prompt: str | Sequence[int],
@@ -132,42 +140,37 @@ def asked(
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
 ) -> Request:
-    """A request, from what a user gives; see ``Engine.submit``. ``rows``, ``proposers``: of the
-    engine.
+    """The request with these arguments of ``Engine.submit``, for an engine with this many ``rows``.
 
     Raises:
-      ValueError: naming what can't be, and its limit.
+      ValueError: naming the argument, its value and the limit.
     """
-    lm = proposers.lm
+    lm = planner.lm
     (tokens,) = tokenize_prompts(lm, [prompt], [])  # type: ignore[list-item]
-    limit = as_int("max_new_tokens", max_new_tokens, 1)
-    least = as_int("min_new_tokens", min_new_tokens, 0)
-    if least > limit:
-        raise ValueError(f"min_new_tokens is {least}, but max_new_tokens only {limit}")
-    need = positions_needed(len(tokens), limit)
-    if need > pool_config.max_len:
+    max_new = as_int("max_new_tokens", max_new_tokens, 1)
+    min_new = as_int("min_new_tokens", min_new_tokens, 0)
+    if min_new > max_new:
+        raise ValueError(f"min_new_tokens is {min_new}, more than max_new_tokens={max_new}")
+    max_length = positions_needed(len(tokens), max_new)
+    if max_length > pool_config.max_len:
         name = "rotary_len" if pool_config.max_len == pool_config.rotary_len else "max_seq_len"
         raise ValueError(
-            f"{len(tokens)} tokens of prompt and max_new_tokens={limit} need {need} positions, but "
-            f"the engine's {name} is {pool_config.max_len}"
+            f"the prompt has {len(tokens)} tokens; with max_new_tokens={max_new} they need "
+            f"{max_length} positions, but the engine's {name} is {pool_config.max_len}"
         )
     eos = parse_eos_token_ids(lm, eos_token_ids)
     if guide is not None:
-        check_guide(guide, eos, least)
+        check_guide(guide, eos, min_new)
     bias = parse_logit_bias(lm.config, logit_bias)
-    for name, count, most in (
-        ("eos_token_ids", len(eos), MOST_ENDS),
-        ("logit_bias", len(bias), MOST_BIASED),
-    ):
-        if count > most:
-            raise ValueError(f"{name} has {count} tokens, and an engine's rows take {most}")
+    _check_count("eos_token_ids", len(eos), MAX_EOS_TOKENS)
+    _check_count("logit_bias", len(bias), MAX_BIASED_TOKENS)
     deadline, priority = as_python(deadline), as_python(priority)
     if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-        raise ValueError(f"deadline is {short_repr(deadline)}: give seconds, more than 0")
-    if isinstance(priority, bool) or not isinstance(priority, int):
         raise ValueError(
-            f"priority is {short_repr(priority)}: give a whole number, lower goes first"
+            f"deadline must be a number of seconds above 0, got {short_repr(deadline)}"
         )
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, got {short_repr(priority)}")
     options: Any = GenerationOptions(
         n=n,
         num_beams=num_beams,
@@ -191,84 +194,89 @@ def asked(
         frequency_penalty=frequency_penalty,
         presence_penalty=presence_penalty,
         no_repeat_ngram_size=no_repeat_ngram_size,
-        min_new_tokens=least,
+        min_new_tokens=min_new,
         eos_token_ids=eos,
         logit_bias=bias,
     )
-    if (search := search_of(options, filters, len(eos), rows)) is not None:
-        # Its rows go on to wherever they are led.
+    search = _parse_search(options, filters, len(eos), rows)
+    if search is not None:
+        # The host chooses the tokens of beams, so their rows need no end tokens and no filters.
         sampling = prepare_sampling(seeds=[seed])[1]
-    for number, kind in enumerate(pool_config.groups):
-        pages = most_pages(kind, len(tokens), need, num_beams)
-        if pages > (pool := kind.page_group.layout.pool or 0):
+    for number, group in enumerate(pool_config.groups):
+        pages = _max_pages(group, len(tokens), max_length, num_beams)
+        if pages > (pool := group.page_group.layout.pool or 0):
             raise ValueError(
                 f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
                 f"{pool}"
             )
-    drafting = proposers.asked(draft, guide, num_beams)
-    by_model = drafting is not None and isinstance(drafting.draft, DraftModel)
+    plan = planner.plan(draft, guide, num_beams)
+    by_model = plan is not None and isinstance(plan.draft, DraftModel)
     return Request(
         tokens=tokens,
-        limit=limit,
+        max_new_tokens=max_new,
+        min_new_tokens=min_new,
         eos=frozenset(eos),
         stops=parse_stop(lm, stop),
         sampling=sampling,
-        scores=parse_logprobs(lm.config, logprobs),
-        prompt_scores=parse_logprobs(lm.config, prompt_logprobs, name="prompt_logprobs"),
+        logprobs=parse_logprobs(lm.config, logprobs),
+        prompt_logprobs=parse_logprobs(lm.config, prompt_logprobs, name="prompt_logprobs"),
         tenant=checked_name("tenant", tenant),
         priority=priority,
         deadline=deadline,
-        by_text=filters.needs_seen or filters.needs_tokens or by_model,
+        needs_history=filters.needs_seen or filters.needs_tokens or by_model,
         guide=guide,
-        drafting=drafting,
+        draft_plan=plan,
         search=search,
-        least=least,
     )
 
 
-def search_of(
-    options: GenerationOptions, filters: Filters, ends: int, rows: int
+def _check_count(name: str, count: int, limit: int) -> None:
+    if count > limit:
+        raise ValueError(f"{name} has {count} tokens, but an engine takes at most {limit}")
+
+
+def _parse_search(
+    options: GenerationOptions, filters: Filters, eos_tokens: int, rows: int
 ) -> SearchConfig | None:
-    """The search of a request, None for one of a single text; ``ends``: tokens that end a text;
-    ``rows``: of the engine.
+    """The beam search of a request; None for a single sequence.
 
     Raises:
-      ValueError: naming what does not go together, or is more than there can be.
+      ValueError: for beams that do not fit the engine, or options that do not work with beams.
     """
     beams, search = resolve_search(options)
     if search is None:
         if beams > 1:
             raise ValueError(
-                f"n is {beams}, and num_beams is 1: an engine has several texts of a beam search "
-                "alone; of samples each is a request, see Engine.best_of"
+                f"n is {beams}, but num_beams is 1: submit one request for each sample, or use "
+                "Engine.best_of"
             )
         return None
     if beams > rows:
-        raise ValueError(f"num_beams is {beams}, each a row, and the engine has {rows}")
-    if beams + ends > MAX_LOGPROBS:
+        raise ValueError(f"num_beams is {beams}, but the engine has only {rows} rows")
+    if beams + eos_tokens > MAX_LOGPROBS:
         raise ValueError(
-            f"num_beams is {beams}, and {ends} tokens end a text: an engine's searches see the "
-            f"{MAX_LOGPROBS} likeliest tokens, so both may be {MAX_LOGPROBS} together"
+            f"num_beams is {beams} and eos_token_ids has {eos_tokens} tokens: together they may be "
+            f"at most {MAX_LOGPROBS}, the number of candidates that a beam search in an engine sees"
         )
     if options.guide is not None and not hasattr(options.guide, "copy"):
-        raise ValueError("a guide beside num_beams has copy(): a copy goes along each beam")
-    for name, given in (
+        raise ValueError("num_beams needs a guide with copy(), one copy for each beam")
+    for name, value in (
         ("logit_bias", filters.bias),
         ("repetition_penalty", filters.repetition_penalty),
         ("frequency_penalty", options.frequency_penalty),
         ("presence_penalty", options.presence_penalty),
         ("no_repeat_ngram_size", filters.ngrams),
     ):
-        if given:
+        if value:
             raise ValueError(
-                f"{name} was given together with num_beams: it changes what any token is worth, "
-                f"and an engine's searches see the {MAX_LOGPROBS} likeliest alone"
+                f"{name} does not work with num_beams in an engine: it may raise tokens that are "
+                f"not among the {MAX_LOGPROBS} likeliest"
             )
     return search
 
 
-def most_pages(kind: CacheGroup, prompt: int, tokens: int, beams: int) -> int:
-    """Pages that the beams of a text have at once, at most, on their way to so many tokens: those
-    that its prompt fills are the same."""
-    shared = 0 if kind.windowed else len(kind.pages_for(prompt)[0])
-    return shared + beams * (kind.max_pages(tokens) - shared)
+def _max_pages(group: CacheGroup, prompt: int, tokens: int, beams: int) -> int:
+    """Maximum number of pages that the beams of a request use at once on the way to ``tokens``
+    tokens each. Beams share the pages that the prompt fills."""
+    shared = 0 if group.windowed else len(group.pages_for(prompt)[0])
+    return shared + beams * (group.max_pages(tokens) - shared)

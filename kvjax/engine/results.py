@@ -1,4 +1,4 @@
-"""Programs under way, and what comes back of them."""
+"""Programs in flight, and how their outputs reach the requests."""
 
 import time
 from collections import deque
@@ -16,124 +16,126 @@ from kvjax.engine.programs import ProgramOutput
 from kvjax.engine.stats import Counters
 from kvjax.sampling.scores import token_scores
 
-Landing = Callable[[], None]
-"""What takes arrays off the device that were on their way to the host."""
+Transfer = Callable[[], None]
+"""Completes a copy to the host that was started before, so that the device can free the arrays."""
+Entry = tuple[int, Handle, int]
+"""A place in a program's output, the request it is for, and the request's number of new tokens
+before the program, or the beam."""
 
 
 @dataclass
 class InFlightStep:
-    """Programs that were sent together: of each its report, and, of entries of that, whose they
-    are, with the new tokens that these had been sent for before, or, of a search, which beam they
-    are. ``landing``: what has come too when they have."""
+    """The programs that a step has dispatched, and transfers that complete with them."""
 
-    sent: list[tuple[ProgramOutput, list[tuple[int, Handle, int]]]] = field(default_factory=list)
-    landing: list[Landing] = field(default_factory=list)
+    programs: list[tuple[ProgramOutput, list[Entry]]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
     def add(
-        self,
-        report: ProgramOutput,
-        entries: list[tuple[int, Handle, int]],
-        landing: Iterable[Landing],
+        self, output: ProgramOutput, entries: list[Entry], transfers: Iterable[Transfer]
     ) -> None:
-        """One more."""
-        for x in jax.tree.leaves(report):
+        """Add a program, and start the copy of its output to the host."""
+        for x in jax.tree.leaves(output):
             x.copy_to_host_async()
         for _, handle, _ in entries:
             handle.in_flight += 1
-        self.sent.append((report, entries))
-        self.landing += landing
+        self.programs.append((output, entries))
+        self.transfers += transfers
 
 
 class InFlightSteps:
-    """In the order in which they were sent.
+    """Steps in flight, oldest first.
 
-    ``land``: called with what lands; ``end``: with a request, and why it ends.
+    ``complete``: called with the transfers of a step that has come back; ``end``: called with a
+    request that has ended, and its reason.
     """
 
     def __init__(
         self,
         counters: Counters,
-        land: Callable[[list[Landing]], None],
+        complete: Callable[[list[Transfer]], None],
         end: Callable[[Handle, str], None],
     ) -> None:
-        self._counters, self._land, self._end = counters, land, end
-        self._in_flight: deque[InFlightStep] = deque()
+        self._counters, self._complete, self._end = counters, complete, end
+        self._steps: deque[InFlightStep] = deque()
 
     def __len__(self) -> int:
-        return len(self._in_flight)
+        return len(self._steps)
 
-    def add(self, flight: InFlightStep) -> None:
-        """One more, if something was sent."""
-        if flight.sent:
-            self._in_flight.append(flight)
+    def add(self, step: InFlightStep) -> None:
+        """Add a step, unless it has dispatched nothing."""
+        if step.programs:
+            self._steps.append(step)
 
-    def absorb(self, left: int) -> None:
-        """Wait for all but so many, and take in what they have chosen."""
-        while len(self._in_flight) > left:
-            flight, start = self._in_flight[0], time.perf_counter()
-            # Whoever is interrupted here can go on.
-            reports = fetch([report for report, _ in flight.sent])
+    def collect(self, remaining: int) -> None:
+        """Wait until at most ``remaining`` steps are in flight, and pass on their outputs."""
+        while len(self._steps) > remaining:
+            step, start = self._steps[0], time.perf_counter()
+            # An interrupt while waiting leaves the step in place, to be collected later.
+            outputs = fetch([output for output, _ in step.programs])
             self._counters.waiting_seconds += time.perf_counter() - start
-            self._in_flight.popleft()
-            self._land(flight.landing)
-            for report, (_, entries) in zip(reports, flight.sent, strict=True):
-                for at, handle, before in entries:
+            self._steps.popleft()
+            self._complete(step.transfers)
+            for output, (_, entries) in zip(outputs, step.programs, strict=True):
+                for place, handle, before in entries:
                     handle.in_flight -= 1
                     if not handle.done:
-                        self._take_in(report, at, handle, before)
+                        self._apply(output, place, handle, before)
 
-    def lost(self) -> list[Handle]:
-        """Whose they were, where none of them comes back."""
-        flights, self._in_flight = self._in_flight, deque()
-        return [handle for each in flights for _, entries in each.sent for _, handle, _ in entries]
+    def abandon(self) -> list[Handle]:
+        """Forget all steps after a failure. Returns the requests that waited for them."""
+        steps, self._steps = self._steps, deque()
+        return [
+            handle for step in steps for _, entries in step.programs for _, handle, _ in entries
+        ]
 
-    def _take_in(self, report: ProgramOutput, at: int, handle: Handle, before: int) -> None:
-        count, reason = taken_in(report, at, handle, before)
+    def _apply(self, output: Any, place: int, handle: Handle, before: int) -> None:
+        count, reason = apply_output(output, place, handle, before)
         self._counters.new_tokens += count
         if reason is None and count:
-            handle.tell()
+            handle.notify()
         if reason is not None or handle.error is not None:
             self._end(handle, reason or "error")
 
 
-def taken_in(report: Any, at: int, handle: Handle, before: int) -> tuple[int, str | None]:
-    """Give a request the tokens that an entry of a report has for it, behind those that it had been
-    sent for ``before``: of one that is computed again some are known. How many were new, and why it
-    has ended, None where it has not.
+def apply_output(output: Any, place: int, handle: Handle, before: int) -> tuple[int, str | None]:
+    """Give a request its new tokens.
 
-    ``report``: ``programs.ProgramOutput``, on the host.
+    ``output``: ``ProgramOutput`` on the host; ``before``: the third item of ``Entry``. A request
+    that is computed again after a preemption has some of the tokens already. Returns the number of
+    new tokens, and why the request ends, None if it continues.
     """
     if handle.beams is not None:
-        return _searched(report, at, handle, handle.beams, before)
-    count, known = int(report.count[at]) - before, max(len(handle.drawn) - before, 0)
-    tokens, most = report.tokens[at, known:count].tolist(), handle.request.scores
-    told = [] if most is None else token_scores(report.scores, at, known, count, most)
-    handle.pushed(tokens, told)
-    if report.broken[at]:
-        return len(tokens), _broken(handle, len(handle.drawn))
+        return _apply_beam(output, place, handle, handle.beams, before)
+    count, known = int(output.count[place]) - before, max(len(handle.generated) - before, 0)
+    tokens, most = output.tokens[place, known:count].tolist(), handle.request.logprobs
+    scores = [] if most is None else token_scores(output.scores, place, known, count, most)
+    handle.add_tokens(tokens, scores)
+    if output.broken[place]:
+        return len(tokens), _set_non_finite(handle, len(handle.generated))
     if handle.done:
         return len(tokens), "stop"
-    if report.done[at] and len(handle.drawn) == int(report.count[at]):
-        return len(tokens), "eos" if handle.drawn[-1] in handle.request.eos else "length"
+    if output.done[place] and len(handle.generated) == int(output.count[place]):
+        ended = handle.generated[-1] in handle.request.eos
+        return len(tokens), "eos" if ended else "length"
     return len(tokens), None
 
 
-def _searched(
-    report: Any, at: int, handle: Handle, beams: BeamSearchState, beam: int
+def _apply_beam(
+    output: Any, place: int, handle: Handle, beams: BeamSearchState, beam: int
 ) -> tuple[int, str | None]:
-    """``taken_in`` of one of a search's beams: its texts are known at its end alone."""
+    """``apply_output`` for one row of a beam search, whose tokens are known only at the end."""
     if not beams.running:
         return 0, None
-    if report.broken[at]:
-        return 0, _broken(handle, int(report.count[at]))
-    if not beams.take_in(report.scores, at, beam):
+    if output.broken[place]:
+        return 0, _set_non_finite(handle, int(output.count[place]))
+    if not beams.add_candidates(output.scores, place, beam):
         return 1, None
-    handle.searched()
+    handle.add_beam_results()
     return 1, handle.beam_results[0].reason if handle.beam_results else "error"
 
 
-def _broken(handle: Handle, count: int) -> str:
+def _set_non_finite(handle: Handle, count: int) -> str:
     handle.error = NonFiniteError(
-        f"the logits are not finite numbers after {count} new tokens; nothing was drawn from them"
+        f"the logits are not finite after {count} new tokens; no token was sampled from them"
     )
     return "error"

@@ -1,4 +1,4 @@
-"""What the host tells the device of each row: numbers of sampling, limits, scores."""
+"""The request parameters of every row, as arrays."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,74 +7,80 @@ import jax
 import numpy as np
 
 from kvjax.core.transfer import commit
-from kvjax.engine.programs import SamplingParams
-from kvjax.engine.request import MOST_BIASED, MOST_ENDS, Request
+from kvjax.engine.programs import RowParams
+from kvjax.engine.request import MAX_BIASED_TOKENS, MAX_EOS_TOKENS, Request
 from kvjax.placement.device import Device
 from kvjax.sampling.params import NO_TOKEN, SamplingArrays, prepare_sampling
 from kvjax.sampling.scores import MAX_LOGPROBS
 
+_PADDING = {
+    "eos": (MAX_EOS_TOKENS, NO_TOKEN),
+    "biased": (MAX_BIASED_TOKENS, NO_TOKEN),
+    "bias": (MAX_BIASED_TOKENS, 0),
+}
+"""Width and padding of the sampling parameters that are lists of tokens."""
+
 
 class SamplingState:
-    """What each row is asked for, as arrays of the host; on the device as long as nobody changes
-    them."""
+    """``RowParams`` of all rows on the host, with a copy on the device while no row changes.
+
+    A row without a request has the parameters of a greedy request without any filter, so that it
+    does not switch filters on for the others.
+    """
 
     def __init__(self, rows: int, placement: Device) -> None:
-        self._placement, self._there = placement, None
-        sampling: Any = prepare_sampling(seeds=[0] * rows)[1]
-        wide = {"eos": MOST_ENDS, "biased": MOST_BIASED, "bias": MOST_BIASED}
-        self._fill = {"eos": NO_TOKEN, "biased": NO_TOKEN, "bias": 0}
-        arrays: dict[str, Any] = {
-            each.name: getattr(sampling, each.name).copy() for each in fields(SamplingArrays)
-        }
-        for name, width in wide.items():
-            arrays[name] = np.full((rows, width), self._fill[name], arrays[name].dtype)
-        zeros = np.zeros(rows, np.int32)
-        asked: Any = SamplingArrays(**arrays), zeros, zeros.copy(), zeros > 0
-        self._asked: Any = SamplingParams(*asked)
+        self._placement = placement
+        self._on_device: RowParams | None = None
+        self._neutral = _row_params(prepare_sampling(seeds=[0])[1], 0, 0, False)
+        self._params: Any = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), self._neutral)
 
     def set(self, row: int, request: Request) -> None:
-        """Let a row be this request's."""
-        for each in fields(SamplingArrays):
-            array = getattr(self._asked.sampling, each.name)
-            new = np.asarray(getattr(request.sampling, each.name)[0])
-            if each.name in self._fill:
-                array[row] = self._fill[each.name]
-                count = min(len(new), array.shape[1])
-                array[row, :count] = new[:count]
-            else:
-                array[row] = new
-        self._asked.limit[row] = request.limit
-        scored = request.scores if request.search is None else MAX_LOGPROBS
-        self._asked.scores[row] = 0 if scored is None else 1 + scored
-        self._asked.search[row] = request.search is not None
-        self._there = None
+        """Give a row the parameters of a request."""
+        logprobs = request.logprobs if request.search is None else MAX_LOGPROBS
+        number = 0 if logprobs is None else 1 + logprobs
+        searching = request.search is not None
+        self._write(row, _row_params(request.sampling, request.max_new_tokens, number, searching))
 
     def clear(self, row: int) -> None:
-        """Let a row ask for nothing that makes the others' programs do more."""
-        self._asked.sampling.temperature[row] = 0
-        self._asked.sampling.repetition_penalty[row] = 1
-        self._asked.sampling.min_new_tokens[row] = 0
-        self._asked.sampling.top_k[row], self._asked.sampling.top_p[row] = NO_TOKEN, 2
-        self._asked.sampling.min_p[row], self._asked.sampling.typical_p[row] = 0, 2
-        self._asked.sampling.frequency_penalty[row] = 0
-        self._asked.sampling.presence_penalty[row] = 0
-        self._asked.sampling.no_repeat_ngram_size[row] = 0
-        self._asked.sampling.biased[row] = NO_TOKEN
-        self._asked.scores[row], self._asked.search[row] = 0, False
-        self._there = None
+        """Give a row the parameters of a row without a request."""
+        self._write(row, self._neutral)
 
-    def all(self) -> SamplingParams:
-        """Of all rows, on the device."""
-        if self._there is None:
-            # A copy: what is put may be read later.
-            self._there = commit(self._placement.put(jax.tree.map(np.array, self._asked)))
-        return self._there
+    def for_rows(self, rows: Any) -> RowParams:
+        """Parameters of ``rows``, int32[n]: all rows in order, or some on the host, among which
+        numbers beyond the last row select the last row."""
+        count = len(self._params.limit)
+        return self.all_rows() if len(rows) == count else self.copy(np.minimum(rows, count - 1))
 
-    def some(self, rows: Any) -> SamplingParams:
-        """Of all rows, or of some, int32[n], among which may be such as are none."""
-        count = len(self._asked.limit)
-        return self.all() if len(rows) == count else self.of(np.minimum(rows, count - 1))
+    def all_rows(self) -> RowParams:
+        """Parameters of all rows, on the device."""
+        if self._on_device is None:
+            # A copy, since the transfer may read the arrays later.
+            params = jax.tree.map(np.array, self._params)
+            self._on_device = commit(self._placement.put(params))
+        return self._on_device
 
-    def of(self, rows: Any) -> SamplingParams:
-        """Of some rows, on the host; copies, for a program may read them later."""
-        return jax.tree.map(lambda x: x[rows].copy(), self._asked)
+    def copy(self, rows: Any) -> RowParams:
+        """Parameters of ``rows`` on the host; copies, since a program may read them later."""
+        return jax.tree.map(lambda x: x[rows].copy(), self._params)
+
+    def _write(self, row: int, params: Any) -> None:
+        pairs = zip(jax.tree.leaves(self._params), jax.tree.leaves(params), strict=True)
+        for array, new in pairs:
+            array[row] = new[0]
+        self._on_device = None
+
+
+def _row_params(sampling: SamplingArrays, limit: int, logprobs: int, search: bool) -> Any:
+    """``RowParams`` of a single row, padded to the width that all rows have."""
+    arrays: dict[str, Any] = {}
+    for field in fields(SamplingArrays):
+        array = np.asarray(getattr(sampling, field.name))
+        if field.name in _PADDING:
+            width, padding = _PADDING[field.name]
+            new = np.full((1, width), padding, array.dtype)
+            array = array[:, :width]
+            new[:, : array.shape[1]] = array
+            array = new
+        arrays[field.name] = array
+    numbers: Any = np.array([limit], np.int32), np.array([logprobs], np.int32), np.array([search])
+    return RowParams(SamplingArrays(**arrays), *numbers)

@@ -1,35 +1,44 @@
-"""Requests that have a row, and those that wait for one."""
+"""A request while it occupies a row of the cache."""
 
 import math
 from dataclasses import dataclass, field
 
-from kvjax.engine.drafts import Load
+from kvjax.engine.drafts import AdjustCost
 from kvjax.engine.handle import Handle
 from kvjax.prefixes.radix import Namespace
 
 
 @dataclass
 class RunningSequence:
-    """A request in a row.
+    """A request that has a row, or one row for each beam.
 
-    ``filled``: tokens that the row has, when all that was sent has run, unless it ends before;
-    ``count``: new tokens that were sent for, so; ``fresh``: whether nothing was sent for it yet;
-    ``stops``: where its state is to be kept; ``key``: among whose texts; ``checking``: tokens
-    of a draft that were sent, of which nobody knows how many are taken: until that is back,
-    ``filled`` and ``count`` are those before it; ``read``: tokens of its text that the engine's
-    draft has in its cache; ``others``: rows of further beams, all as long as the first.
+    ``length`` and ``sampled`` describe the row once all dispatched programs have run, assuming that
+    it does not end before. While a draft is being verified they are the values before it, since the
+    host does not know yet how many of its tokens will be accepted.
+
+    Args:
+      handle: the request.
+      row: its row, or the first beam's row.
+      namespace: which part of the prefix cache it shares.
+      checkpoints: prompt lengths at which its state is stored in the prefix cache.
+      length: tokens that the row has in the cache.
+      sampled: new tokens.
+      fresh: whether no program was dispatched for it yet.
+      verifying: number of drafted tokens whose verification is in flight.
+      draft_length: tokens that the draft model's row has in its cache.
+      beam_rows: rows of the other beams, which are as long as the first.
     """
 
     handle: Handle
     row: int
-    key: Namespace
-    stops: set[int] = field(default_factory=set)
-    filled: int = 0
-    count: int = 0
+    namespace: Namespace
+    checkpoints: set[int] = field(default_factory=set)
+    length: int = 0
+    sampled: int = 0
     fresh: bool = True
-    checking: int = 0
-    read: int = 0
-    others: tuple[int, ...] = ()
+    verifying: int = 0
+    draft_length: int = 0
+    beam_rows: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> list[int]:
@@ -38,72 +47,79 @@ class RunningSequence:
 
     @property
     def rows(self) -> list[int]:
-        """All that it has."""
-        return [self.row, *self.others]
+        """All its rows."""
+        return [self.row, *self.beam_rows]
 
     @property
-    def taking(self) -> list[tuple[int, int]]:
-        """The rows that take part in what is sent next, with what an ``InFlightStep`` notes."""
+    def entries(self) -> list[tuple[int, int]]:
+        """The rows that take part in the next dispatch; each with the number that ``InFlightStep``
+        keeps: the count of new tokens, or the beam."""
         beams, rows = self.handle.beams, self.rows
         if beams is None:
-            return [(self.row, self.count)]
-        return [(rows[beam], beam) for beam in beams.going]
+            return [(self.row, self.sampled)]
+        return [(rows[beam], beam) for beam in beams.active]
 
     @property
-    def reading(self) -> bool:
-        """Whether its prompt has not been sent whole."""
-        return self.filled < len(self.prompt)
+    def prefilling(self) -> bool:
+        """Whether part of its prompt has not been dispatched."""
+        return self.length < len(self.prompt)
 
     @property
-    def left(self) -> int:
-        """New tokens that may yet be asked for."""
-        return self.handle.request.limit - self.count
+    def remaining(self) -> int:
+        """New tokens that may still be dispatched."""
+        return self.handle.request.max_new_tokens - self.sampled
 
-    def rounds(self, most: int, drafted: int, load: Load) -> int:
-        """How many rounds it takes part in: a search, and one that is guided, waits for each of its
-        tokens, the latter but for those that are known from before, and one with drafts, of at most
-        so many ``drafted`` tokens, for all that was sent."""
-        handle, most = self.handle, min(most, self.left)
-        if self.checking:
+    def rounds(self, limit: int, max_draft: int, adjust: AdjustCost) -> int:
+        """How many rounds of decoding to dispatch, at most ``limit``.
+
+        A beam search waits for each of its tokens. So does a request with a guide, except for
+        tokens that are known from before a preemption. A request that is about to draft waits for
+        everything in flight.
+        """
+        handle, limit = self.handle, min(limit, self.remaining)
+        if self.verifying:
             return 0
         if handle.beams is not None:
             return 0 if handle.in_flight else 1
         guided, drafts = handle.request.guide is not None, handle.drafts
-        if not guided and (drafts is None or drafts.idle(drafted, load)):
-            return most
-        known = len(handle.drawn) - self.count
+        if not guided and (drafts is None or drafts.idle(max_draft, adjust)):
+            return limit
+        known = len(handle.generated) - self.sampled
         if known > 0 or handle.in_flight:
-            return min(most, max(known, 0))
-        return min(most, 1) if guided else most
+            return min(limit, max(known, 0))
+        return min(limit, 1) if guided else limit
 
-    def takes(self, most: int, load: Load) -> float:
-        """What its tokens take with drafts, of what they take without: see ``DraftState.takes``."""
+    def relative_cost(self, max_draft: int, adjust: AdjustCost) -> float:
+        """The cost of its tokens with drafts relative to the cost without; see ``DraftState``."""
         drafts = self.handle.drafts
-        known = not self.handle.in_flight
-        return math.inf if drafts is None else drafts.takes(min(most, self.left - 1), load, known)
+        if drafts is None:
+            return math.inf
+        limit = min(max_draft, self.remaining - 1)
+        return drafts.relative_cost(limit, adjust, known=not self.handle.in_flight)
 
-    def draft(self, most: int, load: Load) -> tuple[int, list[int]]:
-        """How many drafted tokens to check next, at most so many, and which, where that is known:
-        none where the text's own are known, or under way."""
+    def next_draft(self, max_draft: int, adjust: AdjustCost) -> tuple[int, list[int]]:
+        """How many drafted tokens to verify next, and the tokens if they were looked up. None while
+        a program is in flight, or while tokens are known from before a preemption."""
         handle = self.handle
-        if handle.drafts is None or handle.in_flight or len(handle.drawn) > self.count:
+        if handle.drafts is None or handle.in_flight or len(handle.generated) > self.sampled:
             return 0, []
-        return handle.drafts.next(min(most, self.left - 1), load)
+        return handle.drafts.next(min(max_draft, self.remaining - 1), adjust)
 
-    def settled(self) -> int:
-        """Take in how much of a draft was taken, if that is back: of its tokens so many."""
-        if not self.checking or self.handle.in_flight:
+    def settle_draft(self) -> int:
+        """Update the lengths once a verification has come back. Returns how many drafted tokens
+        were accepted."""
+        if not self.verifying or self.handle.in_flight:
             return 0
-        taken, sent = len(self.handle.drawn) - self.count, self.checking
-        self.checking, self.filled, self.count = 0, self.filled + taken, self.count + taken
-        accepted = max(taken - 1, 0)
+        new, drafted = len(self.handle.generated) - self.sampled, self.verifying
+        self.verifying, self.length, self.sampled = 0, self.length + new, self.sampled + new
+        accepted = max(new - 1, 0)
         if self.handle.drafts is not None:
-            self.handle.drafts.checked(sent, accepted)
-            if self.handle.drafts.by_model:  # which has not read what it proposed last
-                self.read += min(accepted, sent - 1)
+            self.handle.drafts.record(drafted, accepted)
+            if self.handle.drafts.by_model:  # whose cache lacks the last token that it proposed
+                self.draft_length += min(accepted, drafted - 1)
         return accepted
 
     def forced(self, rounds: int) -> list[int]:
-        """The next tokens, where they are known from before, else -1."""
-        known = self.handle.drawn[self.count : self.count + rounds]
+        """The next ``rounds`` tokens: those known from before a preemption, then -1."""
+        known = self.handle.generated[self.sampled : self.sampled + rounds]
         return [*known, *[-1] * (rounds - len(known))]

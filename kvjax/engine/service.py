@@ -1,4 +1,4 @@
-"""An engine in a thread of its own, for programs of asyncio."""
+"""An engine in its own thread, for asyncio programs."""
 
 import asyncio
 import threading
@@ -13,11 +13,11 @@ from kvjax.engine.request import RequestParams
 
 
 class StoppedError(RuntimeError):
-    """A service was stopped, or its engine failed, before a request had ended."""
+    """The service was stopped, or its engine failed, before a request had ended."""
 
 
 class Service:
-    """An engine that runs as long as there is something to do, and is asked from one event loop.
+    """Runs an engine in a thread, for requests from one event loop.
 
     ::
 
@@ -26,16 +26,18 @@ class Service:
             async for piece in service.pieces(handle):
                 print(piece.text, end="")
 
-    Nobody else steps the engine in the meantime. A request whose reader goes away, or is cancelled,
-    is cancelled too, and its pages are free.
+    Nothing else may step the engine meanwhile. A request whose reader stops early is cancelled.
+
+    Args:
+      engine: the engine to run.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        # Of requests that nobody has any more, nobody reads.
-        self._news: WeakKeyDictionary[Handle, asyncio.Queue[Piece | None]] = WeakKeyDictionary()
-        self._work, self._stopping = threading.Event(), False
+        # Weak keys: a request that nothing refers to has no reader.
+        self._queues: WeakKeyDictionary[Handle, asyncio.Queue[Piece | None]] = WeakKeyDictionary()
+        self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
 
     async def __aenter__(self) -> "Service":
@@ -53,53 +55,55 @@ class Service:
 
     @property
     def running(self) -> bool:
-        """Whether requests are done."""
+        """Whether requests are served."""
         return self._thread.is_alive() and not self._stopping and self.error is None
 
     def submit(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Handle:
-        """Ask for a text; see ``Engine.submit``. Who reads its ``pieces`` gets them all.
+        """Add a request, as ``Engine.submit``. Read its output with ``pieces``.
 
         Raises:
-          ValueError: as of ``Engine.submit``.
-          StoppedError: if the engine does not run.
+          ValueError: as ``Engine.submit``.
+          StoppedError: if the engine is not running.
         """
         if not self.running:
-            raise StoppedError("the engine does not run") from self.error
-        news: asyncio.Queue[Piece | None] = asyncio.Queue()
+            raise StoppedError("the engine is not running") from self.error
+        queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
         def callback(handle: Handle) -> None:
             piece, done = handle.take(), handle.done
-            self._loop.call_soon_threadsafe(_add, news, piece, done)
+            self._loop.call_soon_threadsafe(_put, queue, piece, done)
 
         handle = self.engine.submit(prompt, callback=callback, **settings)
-        self._news[handle] = news
-        self._work.set()
+        self._queues[handle] = queue
+        self._wake.set()
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a request as it is."""
+        """End a request with what it has."""
         self.engine.cancel(handle)
-        self._work.set()
+        self._wake.set()
 
     def forget(self, handle: Handle) -> None:
-        """Let a request go that nobody reads: it is cancelled, if it has not ended."""
-        self._news.pop(handle, None)
+        """Drop the output of a request that has no reader, and cancel it if it has not ended."""
+        self._queues.pop(handle, None)
         if not handle.done:
             self.cancel(handle)
 
     async def pieces(self, handle: Handle) -> AsyncGenerator[Piece, None]:
-        """A request's text as it comes, to one reader.
+        """A request's output piece by piece, for one reader.
 
         Raises:
-          NonFiniteError: if its logits are not finite numbers.
-          StoppedError: if the engine has stopped.
-          ValueError: if they have been read, or are another service's.
+          NonFiniteError: if the request's logits are not finite.
+          StoppedError: if the engine stops before the request ends.
+          ValueError: if the output was read before, or belongs to another service.
         """
-        news = self._news.get(handle)
-        if news is None:
-            raise ValueError(f"nothing is left to read of {handle}: one reader gets all pieces")
+        queue = self._queues.get(handle)
+        if queue is None:
+            raise ValueError(
+                f"{handle} has no output to read: each request has one reader, in its own service"
+            )
         try:
-            while (piece := await news.get()) is not None:
+            while (piece := await queue.get()) is not None:
                 yield piece
         finally:
             self.forget(handle)
@@ -109,40 +113,39 @@ class Service:
             raise StoppedError("the engine stopped before the request had ended") from self.error
 
     async def finished(self, handle: Handle) -> Handle:
-        """The request, when it has ended; errors as of ``pieces``."""
+        """Wait until a request has ended; raises as ``pieces``."""
         async for _ in self.pieces(handle):
             pass
         return handle
 
     async def stop(self) -> None:
-        """Let the step that runs come to its end, and no other begin; requests that have not ended
-        never do."""
+        """Stop after the current step. Requests that have not ended raise ``StoppedError``."""
         self._stopping = True
-        self._work.set()
+        self._wake.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
-        self._end_all()
+        self._close_queues()
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._work.clear()
+                self._wake.clear()
                 if not self.engine.busy:
-                    self._work.wait()
+                    self._wake.wait()
                 elif self.engine.step():
-                    self._work.set()
+                    self._wake.set()
         except BaseException as error:
             self.error = error
-            self._loop.call_soon_threadsafe(self._end_all)
+            self._loop.call_soon_threadsafe(self._close_queues)
             raise
 
-    def _end_all(self) -> None:
-        for news in list(self._news.values()):
-            news.put_nowait(None)
+    def _close_queues(self) -> None:
+        for queue in list(self._queues.values()):
+            queue.put_nowait(None)
 
 
-def _add(news: "asyncio.Queue[Piece | None]", piece: Piece, done: bool) -> None:
+def _put(queue: "asyncio.Queue[Piece | None]", piece: Piece, done: bool) -> None:
     if piece.text or piece.tokens:
-        news.put_nowait(piece)
+        queue.put_nowait(piece)
     if done:
-        news.put_nowait(None)
+        queue.put_nowait(None)

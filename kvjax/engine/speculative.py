@@ -1,4 +1,5 @@
-"""Drafts of an engine's rows: proposed, where a model does that, and checked."""
+"""Speculative decoding in an engine: drafted tokens are verified in one pass; see
+``kvjax.generation.drafts.speculation``."""
 
 import functools
 import math
@@ -14,143 +15,155 @@ from jax import lax
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.engine.draft_model import DraftModelRunner
-from kvjax.engine.drafts import MAX_DRAFT_TOKENS, Load
+from kvjax.engine.drafts import MAX_DRAFT_TOKENS, AdjustCost
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.programs import (
     EngineState,
     ProgramOutput,
     VerifyInputs,
     choose_next,
-    context_of,
-    report_of,
-    some_of,
-    with_some,
-    written_to,
+    program_context,
+    program_output,
+    select_rows,
+    set_column,
+    update_rows,
+    written_at,
 )
 from kvjax.engine.sequence import RunningSequence
 from kvjax.generation.drafts.acceptance import DraftCost, cost_alone
 from kvjax.generation.model import Model
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores
 
+PendingDraft = tuple[RunningSequence, int, list[int]]
+"""A sequence, how many drafted tokens to verify, and the tokens if they were looked up."""
 
-@functools.partial(jax.jit, static_argnames="model", donate_argnames="held")
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="engine_state")
 def verify(
-    held: EngineState, model: Model, params: Any, drafted: VerifyInputs
+    engine_state: EngineState, model: Model, params: Any, inputs: VerifyInputs
 ) -> tuple[EngineState, ProgramOutput]:
-    """Feed drafts, and choose a row's tokens as far as they are what was drafted, and one more.
-    What was not taken stays behind the row's end: the next program writes over it."""
-    before, (rows, wide) = some_of(held, drafted.rows), drafted.tokens.shape
-    fed = jnp.where(before.progress.done | (drafted.count == 0), 0, 1 + drafted.count)
-    lengths = jnp.where(fed > 0, drafted.starts, 0)
-    written = written_to(before.cache, lengths + fed)
-    context: Any = context_of(before.cache, lengths, drafted.tables, written=written)
-    logits, context = context.forward_all(model, params, drafted.tokens, fed)
-    guesses = jnp.pad(drafted.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
-    out = jnp.zeros((rows, wide), jnp.int32), Scores.zeros((rows, wide), MAX_LOGPROBS)
+    """Run the model on drafts, and choose each row's tokens as long as they match the draft, and
+    one more. Rejected tokens stay in the cache past the row's end, and are overwritten."""
+    before, (rows, places) = select_rows(engine_state, inputs.rows), inputs.tokens.shape
+    active = ~before.progress.done & (inputs.count > 0)
+    count = jnp.where(active, 1 + inputs.count, 0)
+    lengths = jnp.where(active, inputs.starts, 0)
+    written = written_at(before.cache, lengths + count)
+    context: Any = program_context(before.cache, lengths, inputs.tables, written=written)
+    logits, context = context.forward_all(model, params, inputs.tokens, count)
+    drafted = jnp.pad(inputs.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    no_forced = -jnp.ones_like(count)
+    empty = jnp.zeros((rows, places), jnp.int32), Scores.zeros((rows, places), MAX_LOGPROBS)
 
-    def go_on(carry: Any) -> Array:
-        place, still, *_ = carry
-        return (place < wide) & jnp.any(still)
+    def any_accepting(carry: Any) -> Array:
+        place, accepting, *_ = carry
+        return (place < places) & jnp.any(accepting)
 
-    def one(carry: Any) -> Any:
-        place, still, progress, past, out = carry
-        here = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
-        waiting = replace(progress, done=~still)
-        allowed = lax.dynamic_index_in_dim(drafted.allowed, place, axis=1, keepdims=False)
-        after, past, scores = choose_next(
-            waiting, past, here, context, drafted.asked, -jnp.ones_like(fed), allowed
+    def one_place(carry: Any) -> Any:
+        place, accepting, progress, history, outputs = carry
+        here, allowed, draft = (
+            lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False)
+            for x in (logits, inputs.allowed, drafted)
         )
-        after = replace(after, done=jnp.where(still, after.done, progress.done))
-        out = jax.tree.map(
-            lambda all, new: lax.dynamic_update_slice_in_dim(all, new[:, None], place, axis=1),
-            out,
-            (after.token, scores),
+        paused = replace(progress, done=~accepting)
+        after, history, scores = choose_next(
+            paused, history, here, context, inputs.params, no_forced, allowed
         )
-        guess = lax.dynamic_index_in_dim(guesses, place, axis=1, keepdims=False)
-        still &= (place < drafted.count) & (after.token == guess) & ~after.done
-        return place + 1, still, after, past, out
+        after = replace(after, done=jnp.where(accepting, after.done, progress.done))
+        outputs = set_column(outputs, place, (after.token, scores))
+        accepting &= (place < inputs.count) & (after.token == draft) & ~after.done
+        return place + 1, accepting, after, history, outputs
 
-    carry = jnp.int32(0), fed > 0, before.progress, before.past, out
-    _, _, progress, past, (tokens, scores) = lax.while_loop(go_on, one, carry)
-    after = EngineState(context.cache, progress, past)
-    return with_some(held, drafted.rows, after), report_of(after, tokens, scores)
-
-
-Draft = tuple[RunningSequence, int, list[int]]
-"""A row of whose draft so many tokens are to be checked, and which, where these are known."""
+    carry = jnp.int32(0), active, before.progress, before.history, empty
+    _, _, progress, history, (tokens, scores) = lax.while_loop(any_accepting, one_place, carry)
+    after = EngineState(context.cache, progress, history)
+    return update_rows(engine_state, inputs.rows, after), program_output(after, tokens, scores)
 
 
 class SpeculativeDecoder:
-    """``most``: tokens of a draft; ``together``: rows that a program checks. On a CPU it is one,
-    for each row takes its time; else all, for a pass takes as long as its weights are read.
-    ``draft_bytes``: as of ``EngineStats``."""
+    """Proposes and verifies drafts of an engine's sequences.
 
-    def __init__(self, rows: ModelRunner, second: DraftModelRunner | None) -> None:
-        self._runner, self._draft_runner = rows, second
-        self.draft_bytes = 0 if second is None else second.allocate()
-        spans = rows.max_rewind, None if second is None else second.max_rewind
-        self.most = min([MAX_DRAFT_TOKENS, *(span for span in spans if span is not None)])
-        self.together = 1 if rows.platform == "cpu" else rows.count
+    ``max_tokens``: maximum number of drafted tokens; ``batch_size``: rows that are verified in one
+    pass. On a CPU that is 1, since each row adds to the time of a pass; on accelerators it is all
+    rows, since a pass takes as long as reading the weights. ``draft_bytes``: as in
+    ``EngineStats``.
+    """
 
-    def load(self, seqs: Sequence[RunningSequence]) -> Load:
-        """What drafts cost where these rows decode. Those that draft leave the pass of the others,
-        which takes no less for it unless all do: so all draft, or none."""
-        rows = sum(len(seq.taking) for seq in seqs)
+    def __init__(self, runner: ModelRunner, draft_runner: DraftModelRunner | None) -> None:
+        self._runner, self._draft_runner = runner, draft_runner
+        self.draft_bytes, rewinds = 0, [runner.max_rewind]
+        if draft_runner is not None:
+            self.draft_bytes = draft_runner.allocate()
+            rewinds.append(draft_runner.max_rewind)
+        self.max_tokens = min([MAX_DRAFT_TOKENS, *(n for n in rewinds if n is not None)])
+        self.batch_size = 1 if runner.platform == "cpu" else runner.count
+
+    def adjust_cost(self, seqs: Sequence[RunningSequence]) -> AdjustCost:
+        """The cost of drafting while ``seqs`` decode.
+
+        Rows that draft leave the pass of the others, which does not become cheaper unless all rows
+        leave it. So either all rows draft, or none.
+        """
+        rows = sum(len(seq.entries) for seq in seqs)
         if not rows:
-            return lambda price: price
-        size = next((n for n in self._runner.sizes if n >= rows), self._runner.count)
+            return lambda cost: cost
+        size = next((n for n in self._runner.batch_sizes if n >= rows), self._runner.count)
 
-        def beside(price: DraftCost) -> DraftCost:
-            alone = self.together == 1
-            return cost_alone(price, self._runner.platform, rows, size) if alone else price
+        def next_to_others(cost: DraftCost) -> DraftCost:
+            if self.batch_size > 1:
+                return cost
+            return cost_alone(cost, self._runner.platform, rows, size)
 
-        each = [seq.takes(self.most, beside) for seq in seqs]
-        check = 0.0 if sum(each) < len(each) else math.inf
-        return lambda price: replace(beside(price), verify=check)
+        relative = [seq.relative_cost(self.max_tokens, next_to_others) for seq in seqs]
+        verify_cost = 0.0 if sum(relative) < len(relative) else math.inf
+        return lambda cost: replace(next_to_others(cost), verify=verify_cost)
 
-    def send(self, drafts: Sequence[Draft]) -> tuple[ProgramOutput, list[int]]:
-        """Send drafts of rows, at most ``together``, whose pages are the rows' already; and where
-        each of them stands in the report."""
-        drafted, places = self._drafted(drafts)
-        each = list(zip(places, drafts, strict=True))
+    def verify(self, drafts: Sequence[PendingDraft]) -> tuple[ProgramOutput, list[int]]:
+        """Dispatch at most ``batch_size`` drafts of sequences whose rows have the pages. Returns
+        the output, and the place of each draft in it."""
+        inputs, places = self._inputs(drafts)
+        placed = list(zip(places, drafts, strict=True))
         if self._draft_runner is not None:
-            # Though none may want it: else the check would be given arrays of another kind.
-            by_model = [(at, seq, n) for at, (seq, n, known) in each if not known]
-            drafted = self._draft_runner.propose(drafted, by_model, self._runner.past)
-        tokens: Any = drafted.tokens
-        if any(seq.handle.request.guide is not None for seq, _, _ in drafts):
-            tokens = fetch(tokens)
-        for at, (seq, count, _) in each:
-            if seq.handle.request.guide is not None:
-                seq.handle.allow_along(tokens[at, 1 : 1 + count].tolist(), drafted.allowed[at])  # type: ignore[arg-type]
-        return self._send(drafted), places
+            # Also if no draft needs it: otherwise ``verify`` would get arrays that are not
+            # committed, and be compiled again.
+            by_model = [(place, seq, n) for place, (seq, n, tokens) in placed if not tokens]
+            inputs = self._draft_runner.propose(inputs, by_model, self._runner.history)
+        guided = [(p, seq, n) for p, (seq, n, _) in placed if seq.handle.request.guide is not None]
+        if guided:
+            tokens, masks = fetch(inputs.tokens), np.asarray(inputs.allowed)
+            for place, seq, count in guided:
+                draft = tokens[place, 1 : 1 + count].tolist()
+                seq.handle.set_draft_masks(draft, masks[place])
+        return self._dispatch(inputs), places
 
     def compile(self) -> int:
-        """Run every program once, without tokens; how many there are of models."""
-        if not self.most:
+        """Run every program once without tokens. Returns how many of them run a model."""
+        if not self.max_tokens:
             return 0
-        drafted, programs = self._drafted([])[0], 1
+        inputs, programs = self._inputs([])[0], 1
         if self._draft_runner is not None:
             programs += 1 + self._draft_runner.compile()
-            drafted = self._draft_runner.propose(drafted, [], self._runner.past)
-        self._send(drafted)
+            inputs = self._draft_runner.propose(inputs, [], self._runner.history)
+        self._dispatch(inputs)
         return programs
 
-    def _drafted(self, drafts: Sequence[Draft]) -> tuple[VerifyInputs, list[int]]:
-        """What is known of drafts on the host, and where each of them stands in it."""
-        rows, size, wide = self._runner, self.together, 1 + self.most
-        which, places = rows.some([seq.row for seq, _, _ in drafts], size)
-        tokens: Any = np.zeros((size, wide), np.int32)
-        count, starts = np.zeros((2, size), np.int32)
-        for at, (seq, more, known) in zip(places, drafts, strict=True):
-            tokens[at, : 1 + len(known)] = seq.handle.drawn[-1], *known
-            count[at], starts[at] = more, seq.filled
-        allowed = rows.every(size * wide).reshape(size, wide, -1)
-        tables, asked = rows.tables(which), rows.sampling_state.some(which)
-        found: Any = which, tokens, count, starts, tables, allowed, asked
-        return VerifyInputs(*found), places
+    def _inputs(self, drafts: Sequence[PendingDraft]) -> tuple[VerifyInputs, list[int]]:
+        """The inputs as far as the host knows them, and the place of each draft."""
+        runner, size, width = self._runner, self.batch_size, 1 + self.max_tokens
+        rows, places = runner.select([seq.row for seq, _, _ in drafts], size)
+        tokens: Any = np.zeros((size, width), np.int32)
+        counts, starts = np.zeros((2, size), np.int32)
+        for place, (seq, count, looked_up) in zip(places, drafts, strict=True):
+            tokens[place, : 1 + len(looked_up)] = seq.handle.generated[-1], *looked_up
+            counts[place], starts[place] = count, seq.length
+        allowed = runner.full_masks(size * width).reshape(size, width, -1)
+        tables, params = runner.tables_of(rows), runner.sampling_state.for_rows(rows)
+        fields: Any = rows, tokens, counts, starts, tables, allowed, params
+        return VerifyInputs(*fields), places
 
-    def _send(self, drafted: VerifyInputs) -> ProgramOutput:
-        rows = self._runner
-        report: ProgramOutput = rows.run(verify, rows.lm.architecture, rows.params, drafted)
-        return report
+    def _dispatch(self, inputs: VerifyInputs) -> ProgramOutput:
+        runner = self._runner
+        output: ProgramOutput = runner.dispatch(
+            verify, runner.lm.architecture, runner.params, inputs
+        )
+        return output

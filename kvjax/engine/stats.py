@@ -1,4 +1,4 @@
-"""What an engine has done, and has, as numbers."""
+"""Counters and current use of an engine."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -6,16 +6,23 @@ from typing import Any
 
 @dataclass
 class Counters:
-    """What an engine has done so far.
+    """What an engine has done since it was created.
 
-    ``steps``; ``requests``: that were given a row; ``prompt_tokens``, ``cached_tokens``: of these,
-    and those of them that others had computed; ``prefill_tokens``, ``padding_tokens``: of prompts,
-    that were computed, and what they were filled up with; ``new_tokens``: that were chosen, those
-    behind a stop string among them; ``preemptions``: requests that gave their memory to others,
-    ``swapped`` of them with all that they had on the host; ``drafted_tokens``, ``accepted_tokens``:
-    that were proposed, and that were what the model said, but for those that it had not said yet
-    when their request gave its memory away. ``host_seconds``: in ``step``, without
-    ``waiting_seconds``, in which it waited for the device.
+    Args:
+      steps: calls of ``Engine.step``.
+      requests: requests that were admitted to a row.
+      prompt_tokens: prompt tokens of these requests.
+      cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+      prefill_tokens: prompt tokens that were computed.
+      padding_tokens: padding that was computed with them.
+      new_tokens: generated tokens, including any after a stop string.
+      preemptions: how often a running request lost its row and pages.
+      swapped: preemptions that moved the request's state to the host; the others are recomputed.
+      drafted_tokens: tokens that were drafted and verified.
+      accepted_tokens: drafted tokens that the model accepted. Tokens whose verification was still
+        in flight when their request was preempted are not counted.
+      host_seconds: time in ``Engine.step`` without ``waiting_seconds``.
+      waiting_seconds: time in which ``Engine.step`` waited for the device.
     """
 
     steps: int = 0
@@ -32,18 +39,29 @@ class Counters:
     host_seconds: float = 0.0
     waiting_seconds: float = 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """The counters by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Counters)}
+
 
 @dataclass
 class EngineStats(Counters):
-    """``Counters``, and what there is now.
+    """``Counters``, and what the engine currently uses.
 
-    ``rows``: that there are; ``running``, ``waiting``: requests with a row and without; ``pages``,
-    ``free``, ``used``: of each pool, all, those that nobody has, and those that requests have;
-    ``swapped_bytes``: on the host, of requests that wait. Bytes that are allocated as long as the
-    engine lives: ``weight_bytes``, parameters, which are the model's own arrays; ``pool_bytes``,
-    all pages, used or not; ``row_bytes``, what rows have beside them: tails, windows, and texts and
-    numbers that their tokens are drawn by; ``draft_bytes``, all of a draft's model that is not the
-    model's.
+    Args:
+      rows: rows of the cache.
+      running: requests that have a row.
+      waiting: requests without a row.
+      pages: pages of each pool.
+      free: free pages of each pool.
+      used: pages of each pool that running requests use.
+      swapped_bytes: host memory of preempted requests.
+      weight_bytes: bytes of the parameters, which are the model's own arrays.
+      pool_bytes: bytes of all pages, used or free.
+      row_bytes: bytes of everything else that rows keep: tails, windows, and the state that
+        sampling needs.
+      draft_bytes: bytes of a draft model: its cache, and parameters that it does not share with
+        the model.
     """
 
     rows: int = 0
@@ -60,16 +78,12 @@ class EngineStats(Counters):
 
     @property
     def cached(self) -> tuple[int, ...]:
-        """Pages of each pool that no request has, and that are kept for others to begin with."""
-        each = zip(self.pages, self.free, self.used, strict=True)
-        return tuple(max(pages - free - used, 0) for pages, free, used in each)
+        """Pages of each pool that only the prefix cache uses."""
+        pools = zip(self.pages, self.free, self.used, strict=True)
+        return tuple(max(pages - free - used, 0) for pages, free, used in pools)
 
     @property
     def usage(self) -> float:
-        """The largest share of a pool that requests have, from 0 to 1."""
-        return max((n / of for n, of in zip(self.used, self.pages, strict=True)), default=0.0)
-
-
-def counted(counters: Counters) -> dict[str, Any]:
-    """Counters by name."""
-    return {each.name: getattr(counters, each.name) for each in fields(Counters)}
+        """The largest share of a pool that running requests use, from 0 to 1."""
+        pools = zip(self.used, self.pages, strict=True)
+        return max((used / pages for used, pages in pools), default=0.0)
