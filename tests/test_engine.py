@@ -731,8 +731,8 @@ def test_two_thousand_requests():
 BAD = {
     "max_new_tokens": ({"max_new_tokens": 0}, "max_new_tokens must be an integer"),
     "too long": ({"max_new_tokens": MOST}, "max_seq_len is 192"),
-    "priority": ({"priority": 0.5}, "priority is 0.5"),
-    "deadline": ({"deadline": -1}, "deadline is -1"),
+    "priority": ({"priority": 0.5}, "priority must be an integer, got 0.5"),
+    "deadline": ({"deadline": -1}, "deadline must be .* above 0, got -1"),
     "logprobs": ({"logprobs": 21}, "at most 20"),
     "logprobs of the prompt": (
         {"prompt_logprobs": 21},

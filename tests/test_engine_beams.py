@@ -144,10 +144,10 @@ def test_the_best_of_several_samples_are_those_of_generate():
 
 
 BAD = {
-    "several": ({"n": 2}, "n is 2, and num_beams is 1"),
-    "rows": ({"num_beams": 5}, "num_beams is 5, each a row, and the engine has 4"),
-    "ends": ({"num_beams": 5, "eos_token_ids": range(16)}, "both may be 20 together"),
-    "penalty": ({"num_beams": 2, "presence_penalty": 1}, "presence_penalty was given"),
+    "several": ({"n": 2}, "n is 2, but num_beams is 1"),
+    "rows": ({"num_beams": 5}, "num_beams is 5, but the engine has only 4 rows"),
+    "ends": ({"num_beams": 5, "eos_token_ids": range(16)}, "at most 20, the number of candidates"),
+    "penalty": ({"num_beams": 2, "presence_penalty": 1}, "presence_penalty does not work"),
     "temperature": ({"num_beams": 2, "temperature": 1}, "temperature is 1"),
     "stop": ({"num_beams": 2, "stop": "A"}, "stop strings"),
     "early": ({"num_beams": 2, "early_stopping": "soon"}, "early_stopping is 'soon'"),
@@ -161,7 +161,7 @@ def test_what_can_not_be_is_refused(name):
     with pytest.raises(ValueError, match=words):
         engine_of(rows=5 if name == "ends" else 4, lm=one_layer()).submit(PROMPT, **settings)
     for given in ({"n": 3}, {"num_beams": 2}):
-        with pytest.raises(ValueError, match=r"at least 3|best_of is of samples"):
+        with pytest.raises(ValueError, match=r"at least 3|best_of draws samples"):
             engine().best_of(PROMPT, 2, **given)
 
 
@@ -209,7 +209,7 @@ def test_a_guide_that_fails_ends_its_own_search():
     (other,) = mine.run([PROMPT], max_new_tokens=16)
     assert settled(mine) and handle.reason == "error" and str(handle.error) == "no further"
     assert len(other.tokens) == 16
-    with pytest.raises(ValueError, match=r"a guide beside num_beams has copy\(\)"):
+    with pytest.raises(ValueError, match=r"num_beams needs a guide with copy\(\)"):
         once = SimpleNamespace(allowed=None, accept=None)
         mine.submit(PROMPT, guide=once, num_beams=2)
 

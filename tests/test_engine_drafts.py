@@ -295,11 +295,11 @@ def test_what_requests_are_drafted_by():
     once = SimpleNamespace(allowed=None, accept=None)
     assert by(mine, num_beams=2) is by(mine, guide=once) is None
     for more, words in (
-        ({"draft": lm()}, "an engine drafts with the model that it was made with"),
+        ({"draft": lm()}, "a model that the engine was not created with"),
         ({"draft": "all"}, "draft is 'all'"),
         ({"draft": "lookup", "num_beams": 2}, "draft"),
         ({"draft": np.zeros(2)}, "draft is array"),
-        ({"draft": draft, "guide": once}, r"a guide beside a draft has copy\(\)"),
+        ({"draft": draft, "guide": once}, r"draft needs a guide with copy\(\)"),
         ({"guide": [Text([1])]}, r"a guide needs a method allowed\(\)"),
         ({"guide": Text([1]), "min_new_tokens": 2}, "min_new_tokens is 2, but a guide may leave"),
     ):

@@ -228,9 +228,10 @@ class BranchInputs:
             padded[:, : len(values)] = np.reshape(values, (-1, 2)).T
             return tuple(padded)
 
+        (sources, targets), (changed, tokens) = columns(pairs, 0), columns(newest, rows)
         count: Any = np.int32(len(pairs))
         copies = tuple(columns(group, -1) for group in pages)
-        return cls(count, *columns(pairs, 0), copies, *columns(newest, rows))
+        return cls(count, sources, targets, copies, changed, tokens)
 
 
 @functools.partial(jax.jit, static_argnames="groups", donate_argnames="engine_state")
@@ -270,7 +271,7 @@ def _without_forbidden(score: TokenScore) -> TokenScore:
 
 
 @functools.cache
-def _cpu() -> jax.Device | None:
+def _cpu() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX has no CPU backend here

@@ -85,7 +85,7 @@ class ModelRunner:
         self.sampling_state = SamplingState(count, placement)
         pool_bytes = prefixes.pool.nbytes
         row_bytes = tree_bytes(self._state) + tree_bytes(self.sampling_state.all_rows())
-        self.allocated = {
+        self.allocated: dict[str, Any] = {
             "weight_bytes": tree_bytes(self.params),
             "pool_bytes": pool_bytes,
             "row_bytes": row_bytes - pool_bytes,

@@ -170,7 +170,7 @@ def parse_request(
             f"deadline must be a number of seconds above 0, got {short_repr(deadline)}"
         )
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority must be a whole number, got {short_repr(priority)}")
+        raise ValueError(f"priority must be an integer, got {short_repr(priority)}")
     options: Any = GenerationOptions(
         n=n,
         num_beams=num_beams,

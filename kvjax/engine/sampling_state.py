@@ -30,7 +30,7 @@ class SamplingState:
 
     def __init__(self, rows: int, placement: Device) -> None:
         self._placement = placement
-        self._on_device: RowParams | None = None
+        self._on_device: Any = None
         self._neutral = _row_params(prepare_sampling(seeds=[0])[1], 0, 0, False)
         self._params: Any = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), self._neutral)
 
@@ -57,7 +57,8 @@ class SamplingState:
             # A copy, since the transfer may read the arrays later.
             params = jax.tree.map(np.array, self._params)
             self._on_device = commit(self._placement.put(params))
-        return self._on_device
+        params: RowParams = self._on_device
+        return params
 
     def copy(self, rows: Any) -> RowParams:
         """Parameters of ``rows`` on the host; copies, since a program may read them later."""
