@@ -155,7 +155,7 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
     """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
     share what they begin with; and nothing is compiled for it."""
     wanted, meter = alone(policy), Timer()
-    states = 2 * engine_of(policy).pool_config.state_bytes
+    states = 2 * engine_of(policy).pool_config.checkpoint_bytes
     # Of an order in which pages run out often enough.
     seed = {"int8": 7, "sinks of 8 bits": 10}.get(policy, len(policy))
     for host in ("1GiB", states):
@@ -289,7 +289,7 @@ def test_other_parameters_between_steps():
         engine.update(jax.tree.map(np.asarray, params))
         engine.run([[1, 2]])
     assert meter.compilations == 0
-    with pytest.raises(ValueError, match=r"engine's model: parameters must be a tree of arrays"):
+    with pytest.raises(ValueError, match=r"engine's model: parameters must be a pytree of arrays"):
         engine.update({"other": 3})
     with pytest.raises(ValueError, match="on other devices"):
         engine.update(jax.device_put(params, jax.devices()[1]))
@@ -861,7 +861,7 @@ def test_engines_that_can_not_be():
     lm = lettered()
     for given, words in {
         "step_tokens": ({"step_tokens": 3}, "step_tokens must be an integer >= 36"),
-        "exact": ({"exact": 1}, "exact is 1"),
+        "exact": ({"exact": 1}, "exact must be True or False, got 1"),
         "rounds": ({"decode_rounds": 0}, "decode_rounds"),
     }.values():
         with pytest.raises(ValueError, match=words):
