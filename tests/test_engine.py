@@ -866,7 +866,7 @@ def test_engines_that_can_not_be():
     }.values():
         with pytest.raises(ValueError, match=words):
             engine_of(**given)
-    with pytest.raises(ValueError, match="layers in pages"):
+    with pytest.raises(ValueError, match="no layer is paged"):
         kvjax.Engine(lm, "static", InferenceLimits(max_seq_len=64))
     with pytest.raises(ValueError, match="max_seq_len of limits"):
         kvjax.Engine(lm)

@@ -161,7 +161,8 @@ class BeamSearchState:
         finished = state.finished
         just_finished = finished.length == step + 1
         tokens = np.where(just_finished, vocab[finished.token % ids.size], finished.token)
-        self._state = replace(state, token=vocab[state.token], finished=replace(finished, token=tokens))
+        finished = replace(finished, token=tokens)
+        self._state = replace(state, token=vocab[state.token], finished=finished)
         token, parent, scores = self._state.token[0], chosen.parent[0], None
         if request.logprobs is not None:
             scores = self._scores(np.full_like(chosen.parent, step), chosen.parent, token)
