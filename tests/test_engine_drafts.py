@@ -301,7 +301,7 @@ def test_what_requests_are_drafted_by():
         ({"draft": np.zeros(2)}, "draft is array"),
         ({"draft": draft, "guide": once}, r"draft needs a guide with copy\(\)"),
         ({"guide": [Text([1])]}, r"a guide needs a method allowed\(\)"),
-        ({"guide": Text([1]), "min_new_tokens": 2}, "min_new_tokens is 2, but a guide may leave"),
+        ({"guide": Text([1]), "min_new_tokens": 2}, "min_new_tokens is 2, but a guide may allow"),
     ):
         with pytest.raises(ValueError, match=words):
             mine.submit([1, 2], max_new_tokens=4, **more)
