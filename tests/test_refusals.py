@@ -180,8 +180,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "call kvjax.advance(cache, 1) first",
         "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
         "do not count yet: append them to all layers, then call kvjax.advance(cache, 1) first",
-        "other lengths": "ValueError: lengths of row 1 differ from those of the first append of "
-        "the call, which are used; kvjax.rewind removes tokens",
+        "other lengths": "ValueError: lengths of row 1 differ from the lengths of the call's first "
+        "append, which are used; kvjax.rewind removes tokens",
         "more than a ring's slack": "ValueError: 9 tokens in a call, but the ring has slack for "
         "3: append them in chunks of at most 3, or give the ring more slack (slack=8)",
         "lengths in parts": "ValueError: lengths must be integers, got float64",

@@ -315,7 +315,9 @@ def test_a_layer_that_is_missed_or_met_twice_is_told():
     with pytest.raises(ValueError, match=r"appended to \[\[0, 1, 0, 0\]\] times, not once"):
         missing_a_layer(empty())
     for wrong in (missing_a_layer, over_the_end):
-        with pytest.raises(ValueError, match=r"row\(s\) 0, 1, 2 gave some layer of a stack"):
+        with pytest.raises(
+            ValueError, match=r"some layer of a stack more than once, or never \(row\(s\) 0, 1, 2\)"
+        ):
             kvjax.check(jax.jit(wrong)(empty()))
 
 
@@ -334,7 +336,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     mixed, cache = one_after_the_other(empty("int8"))
     assert np.all(np.isfinite(mixed)) and np.all(np.isfinite(kvjax.read(cache, LAYERS - 1)[0]))
     for wrong in (lambda c: kvjax.attend(numbers(BLOCK + 1)[0], c, 0), lambda c: kvjax.read(c, 0)):
-        with pytest.raises(ValueError, match="for its last layer alone"):
+        with pytest.raises(ValueError, match="for the last layer only"):
             wrong(cache)
 
     def early(cache):
@@ -345,7 +347,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     call = kvjax.step(empty("int8"), BLOCK + 1)
     queries, keys, values = numbers(BLOCK + 1)
     _, call = call.attend(0, queries, keys, values)
-    with pytest.raises(ValueError, match="for its last layer alone"):
+    with pytest.raises(ValueError, match="for the last layer only"):
         call.attend(0, queries)
     kvjax.attend(queries[:, :, :2], one_after_the_other(empty("int8"), 2)[1], 0)  # not so long
 
@@ -377,10 +379,10 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
         (lambda: kvjax.step(empty(), 1).attend(4, *numbers()), "layer 4: the cache has 4"),
         (lambda: kvjax.step(empty(), 1).attend((1, 0), *numbers()), "stack 1: the cache has 1"),
         (lambda: kvjax.step(empty(), 1).attend((0, 9), *numbers()), "layer 9 of stack 0: it has 4"),
-        (lambda: kvjax.step(empty(), 1).attend((0,), *numbers()), r"is \(stack, number\)"),
+        (lambda: kvjax.step(empty(), 1).attend((0,), *numbers()), r"must be \(stack, number\)"),
         (
             lambda: jax.eval_shape(scanned, weights(), TEXT, empty(stacked=False)),
-            "for scan: init_cache.*stacked=True",
+            "for lax.scan: init_cache.*stacked=True",
         ),
         (
             lambda: kvjax.step(empty(stacked=False), 1).attend((0, 0), *numbers()),

@@ -63,16 +63,16 @@ def append(
     Args:
       cache: the cache; donate it to write in place.
       layer: which layer. For a stacked cache it may be traced; if its layers are not all equal, it
-        is the number of a stack and that of a layer in it.
+        is a pair: the number of a stack, and the number of a layer in it.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       rotary: the layer's rotary table, or None for keys without rotary positions.
       lengths: int32[batch], how many of the ``new`` tokens of each row are real; the others are
-        padding and are not written. By default those of the previous layer; for the first layer,
-        all tokens.
+        padding and are not written. By default the same as for the previous layer, and all tokens
+        for the first layer.
 
     Returns:
       The cache. A row that can't hold its tokens is unchanged and gets the status ``OVERFLOW``. A
-      row whose ``lengths`` differ from those of the previous layers gets ``OUT_OF_STEP``.
+      row whose ``lengths`` differ from the previous layers' gets ``OUT_OF_STEP``.
 
     Raises:
       ValueError: if shapes do not fit the cache, keys or values are not floating-point, the layer
@@ -124,7 +124,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 
     Returns:
       The cache with its lengths advanced. Rows that could not hold their tokens keep their length.
-      Rows whose ``lengths`` differ from those of ``append`` get the status ``OUT_OF_STEP``.
+      Rows whose ``lengths`` differ from ``append``'s get the status ``OUT_OF_STEP``.
 
     Raises:
       ValueError: if ``new`` is not the number that was appended, a layer has not been appended to,
@@ -210,8 +210,8 @@ def check_lengths(cache: KVCache, lengths: Counts | None) -> KVCache:
     other = _fitting_tokens(cache, _real_tokens(cache, pending.new, lengths)) != pending.requested
     if not is_traced(other) and np.any(rows := fetch(other)):
         raise ValueError(
-            f"lengths of row {int(np.argmax(rows))} differ from those of the first append of the "
-            "call, which are used; kvjax.rewind removes tokens"
+            f"lengths of row {int(np.argmax(rows))} differ from the lengths of the call's first "
+            "append, which are used; kvjax.rewind removes tokens"
         )
     return replace(cache, status=cache.status | flag_where(other, OUT_OF_STEP))
 
@@ -301,7 +301,7 @@ def write_layer(
     table: Array | None = None,
     index: Array | None = None,
 ) -> LayerCache:
-    """A layer, or a stack of which ``index`` is one, with the first ``count`` tokens of a call
+    """A layer, or layer ``index`` of a stack, with the first ``count`` tokens of a call
     written after the ``length`` tokens of each row. Equal layers share one trace."""
     spread = old.policy.placement.spread
     args = old, keys, values, length, count, rotary, table, index

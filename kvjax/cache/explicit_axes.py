@@ -25,9 +25,9 @@ _T = TypeVar("_T")
 def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A decorator that runs ``function`` with explicit axes of the mesh as automatic ones.
 
-    Each array of a cache that it returns is divided like that of the cache it received. Other
+    Each array of a returned cache is divided like the same array of the cache argument. Other
     arrays are divided like an argument of the same shape, or else along their rows. A cache on a
-    mesh of ``kvjax.make_mesh`` is rejected, because its axes are not those of the mesh that is set.
+    mesh of ``kvjax.make_mesh`` is rejected, because the mesh that is set has other axes.
     """
 
     @allow_host_to_device

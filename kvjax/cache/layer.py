@@ -115,7 +115,7 @@ class LayerCache:
         return self._map_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def set_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
-        """Replace rows ``rows``, int[n], by those of ``others``; out-of-range rows are ignored.
+        """Replace rows ``rows``, int[n], by rows of ``others``; out-of-range rows are ignored.
         Pages are taken from ``others``."""
 
         def into(mine: Any, new: Any) -> Any:
@@ -141,12 +141,12 @@ class LayerCache:
         return replace(self, tail=tail, strip=strip, low=low)
 
     def concatenate(self, others: Sequence["LayerCache"]) -> "LayerCache":
-        """The rows, or the pages, of this layer followed by those of others with the same
+        """Concatenate the rows, or the pages, of this layer and of others with the same
         policy."""
         return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
-        """``change`` of every array, along with those of ``others``, computed on the device."""
+        """``change`` of every array and the same array of ``others``, computed on the device."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
         if placement.spread is not None:

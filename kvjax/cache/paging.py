@@ -28,7 +28,7 @@ def with_pools(cache: KVCache) -> KVCache:
 
 
 def empty_pool(group: PageGroup, cache: KVCache) -> PageAllocator:
-    """A pool for the rows of a cache, all of whose pages are free, as NumPy arrays."""
+    """A pool for the rows of a cache, with all pages free, as NumPy arrays."""
     pages, spread = group.layout.pool, cache.spread
     assert pages is not None
     shards = 1 if spread is None else spread.rows
@@ -118,7 +118,8 @@ class PageRequest:
             self.gone = layout.column_of(pages), which
 
     def granted(self, rows: RowMask | None = None) -> tuple[PageAllocator, RowMask]:
-        """The pool after the call, or after that of some rows; and the rows that got all pages."""
+        """The pool after the call, or after the call for some rows; and the rows that got all
+        pages."""
         wanted, gone = self.wanted, self.gone
         if rows is not None:
             wanted = wanted & rows[:, None]
@@ -126,7 +127,7 @@ class PageRequest:
         return self.pool.append(self.columns, wanted, gone)
 
     def invalid(self, pool: PageAllocator, rows: RowMask) -> RowMask:
-        """Those of ``rows`` that would write to a page that does not exist."""
+        """The ``rows`` that would write to a page that does not exist."""
         size = self.layout.page_size
         pages = (self.begin // size)[:, None] + arange_row(self.layout.spanned(self.new))
         columns = self.layout.column_of(pages)
@@ -203,7 +204,7 @@ def free_pages(cache: KVCache, rows: RowMask) -> Pools:
 
 def _written_columns(group: PageGroup, length: PerRow, count: PerRow, new: int) -> list[Array]:
     """The columns, int32[batch] each, of the pages that rows of ``length`` will write to and
-    already have; -1 for none. ``count`` and ``new`` are those of a pending append."""
+    already have; -1 for none. ``count`` and ``new`` describe a pending append."""
     layout = group.layout
     begin, end = group.units(length), group.units(length + count)
     first = begin // layout.page_size

@@ -18,7 +18,7 @@ def read(
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
     """The decoded keys and values of a layer, for your own attention.
 
-    If the layer has a tail, the slots of the body come first, then those of the tail. Each position
+    If the layer has a tail, the slots of the body come first, then the tail's. Each position
     is in one of them, raw or decoded, as the query at the row's newest token sees it. Between
     ``append`` and ``advance``, the tokens of the call are included, and its last token is the
     newest.

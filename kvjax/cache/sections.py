@@ -37,7 +37,7 @@ from kvjax.placement.pages import fit_units, read_pages
 class LayerView:
     """A layer to which a call has been appended.
 
-    ``before``, ``length``: int32[batch], tokens of each row without and with those of the call.
+    ``before``, ``length``: int32[batch], tokens of each row before and after the call.
     ``marks``: int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's rotary
     table. ``pages``: int32[batch, columns], the page table, if the layer is in pages. ``index``:
     int32[], the layer of a stack; ``unstacked`` moves it to ``layer``.
@@ -195,7 +195,7 @@ class Section:
         return units if whole else fit_units(self.page, min(units, self.size), of)
 
     def _in_codec_order(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
-        """Stores in the order of codecs, which is that of most devices."""
+        """Stores in the order of codecs. Most devices keep them so."""
         as_is = {*jax.tree.leaves(self.orders)} == {AS_IS}
         return stores if as_is else restore(stores, self.orders)
 

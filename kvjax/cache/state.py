@@ -153,7 +153,7 @@ class KVCache:
 
         Args:
           number: a layer of the model; may be traced if all layers are one stack. Or the number of
-            a stack and that of a layer in it, which may be traced.
+            a stack and the number of a layer in it, which may be traced.
 
         Raises:
           ValueError: if the layer does not exist, or a traced number is ambiguous.

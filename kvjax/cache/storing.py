@@ -101,7 +101,7 @@ def _store_with_tail(
             tokens = jax.tree.map(lambda x: _take(rows(x), rows(slots)), newest)
         else:
             before = length[:, None]
-            # The tokens of the call are concatenated to those of the old tail.
+            # The tokens of the call come after the old tail's.
             index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
             tokens = jax.tree.map(
                 lambda *x: _take(jnp.concatenate([*map(rows, x)], axis=2), rows(index)),

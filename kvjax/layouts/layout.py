@@ -109,8 +109,8 @@ class Layout(LayoutSpec):
     ``bounds``).
 
     ``slots``: slots per row. ``limit``: tokens that a row can hold, None for no limit; by default
-    ``slots``. ``window``: how many positions back queries see, None for all. ``sinks``: first
-    positions of a row that queries see from any distance. ``slack``: slots in excess of what
+    ``slots``. ``window``: how many positions back queries see, None for all. ``sinks``: the
+    first positions of a row, which all queries see. ``slack``: slots in excess of what
     queries see, so that a call of ``slack + 1`` tokens overwrites nothing that its own queries
     see. ``grows_to``: the limit that the layout may grow to, None if it can't grow.
     """
