@@ -336,7 +336,7 @@ def _open_locked(path: Path) -> int:
     file = os.open(path, flags, 0o666)
     try:
         _lock(file)
-        if not os.path.samestat(os.fstat(file), os.stat(path)):  # replaced while we waited
+        if not os.path.samestat(os.fstat(file), os.stat(path)):  # it was replaced meanwhile
             raise BlockingIOError
     except (BlockingIOError, FileNotFoundError):
         os.close(file)

@@ -30,8 +30,8 @@ class DistributedOptions:
         typer.Option(
             "--distributed",
             help="Run as one of several processes with the same command, each with its own "
-            "devices; only the first prints. The next three options say which process this is, or "
-            "the cluster does, if JAX knows it (Slurm, Open MPI, Kubernetes, TPU).",
+            "devices; only process 0 prints. On a cluster that JAX knows (Slurm, Open MPI, "
+            "Kubernetes, TPU) the next three options are not needed.",
         ),
     ] = False
     coordinator: Annotated[

@@ -1,7 +1,7 @@
 """Options that several commands share, alone or in groups.
 
-A command takes a group as one parameter, whose annotation is the group's dataclass; ``as_command``
-turns it into the options of its fields.
+A group is a dataclass whose fields are options. A command takes it as one parameter, and
+``as_command`` replaces that parameter by the options.
 """
 
 import dataclasses
@@ -191,7 +191,7 @@ class Sampling:
         typer.Option(help="Lower a token's logit once it has been generated: -2 to 2."),
     ] = None
     no_repeat_ngram_size: Annotated[
-        int | None, typer.Option(help="Repeat no run of this length in prompt and text, in tokens.")
+        int | None, typer.Option(help="Repeat no sequence of this many tokens in prompt and text.")
     ] = None
 
 
@@ -203,26 +203,31 @@ class Drafting:
         str | None,
         typer.Option(
             "--draft",
-            help="A smaller model that drafts tokens, a folder or a hub id; the text is the same.",
+            help="A smaller model that drafts tokens, a folder or a hub id. It does not change the "
+            "text.",
         ),
     ] = None
     draft_layers: Annotated[
-        int | None, typer.Option(help="Draft with this many of the model's first layers.")
+        int | None, typer.Option(help="Draft with the model's own first layers, this many.")
     ] = None
     lookup: Annotated[
-        bool, typer.Option("--lookup", help="Draft what followed the same tokens in the text.")
+        bool,
+        typer.Option("--lookup", help="Draft what followed the same tokens earlier in the text."),
     ] = False
 
     def check(self) -> None:
         """Raise ``ValueError`` if several options are given."""
         _at_most_one(
-            {"--draft": self.draft, "--draft-layers": self.draft_layers,
-             "--lookup": self.lookup or None}
-        )  # fmt: skip
+            {
+                "--draft": self.draft,
+                "--draft-layers": self.draft_layers,
+                "--lookup": self.lookup or None,
+            }
+        )
 
     @property
     def given(self) -> bool:
-        """Whether any of the options is given."""
+        """Whether any of the options was given."""
         return self != Drafting()
 
     def load(
@@ -261,15 +266,19 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        """The grammar that was given, read from its file.
+        """The given grammar, read from its file.
 
         Raises:
           ValueError: if several are given, or a file does not exist.
         """
         _at_most_one(
-            {"--json-schema": self.json_schema, "--regex": self.regex,
-             "--choice": self.choice or None, "--grammar": self.grammar}
-        )  # fmt: skip
+            {
+                "--json-schema": self.json_schema,
+                "--regex": self.regex,
+                "--choice": self.choice or None,
+                "--grammar": self.grammar,
+            }
+        )
         if self.json_schema is not None:
             inline = self.json_schema.lstrip().startswith("{")
             return "json_schema", self.json_schema if inline else _read_file(self.json_schema)
@@ -343,9 +352,15 @@ class EngineOptions:
             max_batch_size=self.max_batch_size, max_seq_len=self.max_seq_len or default_len
         )
         return Engine(
-            lm, policy, limits, pages=self.pages, memory=self.cache_memory,
-            prefill_chunk=self.prefill_chunk, rotary_len=self.rotary_len, **settings,
-        )  # fmt: skip
+            lm,
+            policy,
+            limits,
+            pages=self.pages,
+            memory=self.cache_memory,
+            prefill_chunk=self.prefill_chunk,
+            rotary_len=self.rotary_len,
+            **settings,
+        )
 
 
 def _at_most_one(options: dict[str, object]) -> None:
@@ -355,9 +370,9 @@ def _at_most_one(options: dict[str, object]) -> None:
 
 
 def as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function for typer, with the options of the command's groups, and ``~`` expanded in paths.
+    """A function for typer that has the options of the command's groups.
 
-    Shells do not expand ``~`` in ``--out=~/results``.
+    It also expands ``~`` in paths, because shells leave it in ``--out=~/results``.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []

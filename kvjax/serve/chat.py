@@ -7,7 +7,7 @@ from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields
 from kvjax.serve.limits import Limits
 from kvjax.serve.logprobs import ScoredToken, TokenTexts, finite
-from kvjax.serve.parse_request import GenerationRequest
+from kvjax.serve.parse_request import ParsedRequest
 
 _ROLES = {"system", "developer", "user", "assistant"}
 _UNSUPPORTED = {
@@ -34,7 +34,7 @@ class ChatSchema:
     def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:
         self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
-    def parse(self, fields: Fields) -> GenerationRequest:
+    def parse(self, fields: Fields) -> ParsedRequest:
         for name, neutral in _UNSUPPORTED.items():
             fields.unsupported(name, *neutral)
         fields.ignore("parallel_tool_calls", "prediction")
@@ -46,7 +46,7 @@ class ChatSchema:
         prompts = [self._parse_messages(fields)]
         requested = limits.pop() if limits else None
         max_tokens = self._limits.max_new_tokens(prompts, requested, None)
-        request = GenerationRequest(prompts=prompts, max_tokens=max_tokens)
+        request = ParsedRequest(prompts=prompts, max_tokens=max_tokens)
         logprobs = fields.flag("logprobs")
         top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)
         if top_logprobs and not logprobs:

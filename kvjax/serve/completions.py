@@ -6,7 +6,7 @@ from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields
 from kvjax.serve.limits import Limits
 from kvjax.serve.logprobs import Echo, ScoredToken, TokenTexts, finite, make_echo
-from kvjax.serve.parse_request import GenerationRequest
+from kvjax.serve.parse_request import ParsedRequest
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens``."""
@@ -20,7 +20,7 @@ class CompletionsSchema:
     def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:
         self._lm, self._limits, self._token_texts = lm, limits, token_texts
 
-    def parse(self, fields: Fields) -> GenerationRequest:
+    def parse(self, fields: Fields) -> ParsedRequest:
         fields.unsupported("suffix", "")
         prompts, echo = self._parse_prompts(fields), fields.flag("echo")
         token_ids = [self._encode(x) if isinstance(x, str) else x for x in prompts]
@@ -30,7 +30,7 @@ class CompletionsSchema:
         # The engine generates at least one token, also where only the echo is returned.
         requested = None if max_tokens is None else max(max_tokens, 1)
         limit = self._limits.max_new_tokens(token_ids, requested, DEFAULT_MAX_TOKENS)
-        request = GenerationRequest(prompts=token_ids, max_tokens=0 if max_tokens == 0 else limit)
+        request = ParsedRequest(prompts=token_ids, max_tokens=0 if max_tokens == 0 else limit)
         logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
         if logprobs is not None:
             request.settings["logprobs"] = logprobs

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import StoppedError
 from kvjax.serve.errors import APIError, json_response
-from kvjax.serve.parse_request import EndpointSchema, GenerationRequest, parse_request
+from kvjax.serve.parse_request import EndpointSchema, ParsedRequest, parse_request
 from kvjax.serve.response import GenerationResponse
 from kvjax.serve.state import ServerState
 
@@ -45,7 +45,7 @@ class GenerationEndpoint:
             reservation.grow(request.num_sequences)
             await _run_until_disconnect(receive, self._respond(request, scope, receive, send))
 
-    def _parse(self, body: bytes) -> GenerationRequest:
+    def _parse(self, body: bytes) -> ParsedRequest:
         state = self._state
         return parse_request(
             body,
@@ -56,7 +56,7 @@ class GenerationEndpoint:
         )
 
     async def _respond(
-        self, request: GenerationRequest, scope: Scope, receive: Receive, send: Send
+        self, request: ParsedRequest, scope: Scope, receive: Receive, send: Send
     ) -> None:
         state, handles = self._state, self._submit(request, scope["state"]["tenant"])
         name = state.settings.name
@@ -77,7 +77,7 @@ class GenerationEndpoint:
                     state.service.cancel(handle)
                 state.metrics.record(handle)
 
-    def _submit(self, request: GenerationRequest, tenant: str | None) -> list[Handle]:
+    def _submit(self, request: ParsedRequest, tenant: str | None) -> list[Handle]:
         """Submit all samples to the engine, or none of them."""
         service, handles = self._state.service, []
         try:
@@ -93,7 +93,7 @@ class GenerationEndpoint:
         return handles
 
 
-def _param_of(message: str, request: GenerationRequest) -> str | None:
+def _param_of(message: str, request: ParsedRequest) -> str | None:
     """The request field that an engine's error message names first, if any."""
     for word in re.findall(r"\w+", message):
         if word in _FIELD_NAMES:

@@ -30,7 +30,7 @@ MakeGuide = Callable[[Guides], Guide]
 
 
 @dataclass(kw_only=True)
-class GenerationRequest:
+class ParsedRequest:
     """A parsed request.
 
     ``prompts``: token ids. ``max_tokens``: new tokens of each choice; 0 returns the echoed prompt
@@ -90,7 +90,7 @@ class EndpointSchema(Protocol):
     response_type: str
     chunk_type: str
 
-    def parse(self, fields: Fields) -> GenerationRequest:
+    def parse(self, fields: Fields) -> ParsedRequest:
         """Read the fields that only this endpoint has."""
         ...
 
@@ -118,7 +118,7 @@ def parse_request(
     model: str,
     max_sequences: int,
     guides: Callable[[], Guides],
-) -> GenerationRequest:
+) -> ParsedRequest:
     """Parse the body of a request.
 
     Args:
@@ -153,7 +153,7 @@ def parse_request(
     return request
 
 
-def _parse_counts(fields: Fields, request: GenerationRequest, max_sequences: int) -> None:
+def _parse_counts(fields: Fields, request: ParsedRequest, max_sequences: int) -> None:
     """Read the number of choices, of samples to choose them from, and the beam search."""
     request.n = fields.integer("n", 1) or 1
     best_of = fields.integer("best_of", 1)
@@ -187,7 +187,7 @@ def _parse_counts(fields: Fields, request: GenerationRequest, max_sequences: int
 
 
 def _set_beam_search(
-    request: GenerationRequest, length_penalty: float | None, early_stopping: Any
+    request: ParsedRequest, length_penalty: float | None, early_stopping: Any
 ) -> None:
     least = max(request.n, 2)
     if request.beam_width < least:
@@ -198,7 +198,7 @@ def _set_beam_search(
     request.settings["early_stopping"] = False if early_stopping is None else early_stopping
 
 
-def _parse_stream(fields: Fields, request: GenerationRequest) -> None:
+def _parse_stream(fields: Fields, request: ParsedRequest) -> None:
     request.stream = fields.flag("stream")
     options = fields.nested("stream_options")
     if options is None:
@@ -210,7 +210,7 @@ def _parse_stream(fields: Fields, request: GenerationRequest) -> None:
     options.reject_unknown()
 
 
-def _parse_sampling(fields: Fields, request: GenerationRequest) -> None:
+def _parse_sampling(fields: Fields, request: ParsedRequest) -> None:
     """Read the sampling parameters, which all endpoints share."""
     fields.ignore(*_IGNORED)
     seed = fields.integer("seed", -(2**63), _SEEDS - 1)

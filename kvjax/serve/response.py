@@ -14,7 +14,7 @@ from kvjax.generation.best_of import best_rows
 from kvjax.sampling.scores import TokenScore
 from kvjax.serve.errors import APIError, JsonObject, to_json
 from kvjax.serve.logprobs import Echo, ScoredToken, scored_tokens
-from kvjax.serve.parse_request import EndpointSchema, GenerationRequest
+from kvjax.serve.parse_request import EndpointSchema, ParsedRequest
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 """OpenAI's finish reason for each of the engine's."""
@@ -27,7 +27,7 @@ class GenerationResponse:
         self,
         service: Service,
         schema: EndpointSchema,
-        request: GenerationRequest,
+        request: ParsedRequest,
         handles: Sequence[Handle],
         model: str,
     ) -> None:
