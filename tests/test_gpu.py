@@ -9,6 +9,7 @@ import pytest
 
 from kvjax.attention import attend
 from kvjax.attention.kernels import common
+from kvjax.codecs import Centered, Int4, Rotated
 from kvjax.core.compat import has_mosaic_gpu
 from tests import test_tpu
 from tests.test_tpu import POLICIES, by_position, in_one_program, run
@@ -93,3 +94,12 @@ def test_planted_races_are_found(without, interpreted, monkeypatch):
     finally:
         monkeypatch.undo()
         gpu_callbacks.reset_gpu_interpret_mode_state()
+
+
+def test_means_of_transformed_channels_are_not_read():
+    """The kernel would add a mean to numbers under another transform."""
+    from kvjax.attention.kernels import mosaic_gpu_formats
+
+    for codec, is_read in ((Centered(Int4()), True), (Centered(Rotated(Int4())), False)):
+        core = common.core_of(codec.resolve("float32", "gpu")).codec
+        assert (mosaic_gpu_formats.format_of(core, 64, 64) is not None) == is_read
