@@ -1,1 +1,1 @@
-"""Queries against a cache: what they see, one softmax, and the paths it takes."""
+"""Attention of queries to a cache."""

@@ -73,7 +73,7 @@ def attend(
         al., arXiv:2309.17453).
       chunk: the query at position ``p`` sees positions from ``p // chunk * chunk`` on only (Llama
         4's ``attention_chunk_size``).
-      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, arXiv:2408.00118).
       bias: added to the scores, see ``Bias``.
       causal: if False, every query sees all tokens of its row, as a query at the last token would.
         Use it for cross-attention to a cache that is filled once; nothing is appended then.

@@ -24,7 +24,8 @@ class CenteredStore(NamedTuple):
 
 @dataclass(frozen=True)
 class Centered(CodecWrapper):
-    """Store the mean of each channel over a block in 16 bits, and the deviations with ``codec``.
+    """Store the mean of each channel over a block in 16 bits, and the deviations with ``codec``,
+    similar to how SageAttention smooths keys (Zhang et al., arXiv:2410.02367).
 
     Use it for keys with large biases (Qwen 2). Without it, the bias would take up most of the codes
     of a group that spans channels. The method needs no knowledge of the model, because a bias is

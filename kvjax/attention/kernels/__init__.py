@@ -1,1 +1,1 @@
-"""Attention by kernels for accelerators: asked for by name, and loaded only then."""
+"""Pallas kernels for accelerators. They are imported when they are first used."""
