@@ -231,7 +231,7 @@ def checked(text, old, new):
     assert old in text
     words = json.loads(text.replace(old, new))
     form, _ = words.pop("form"), words.pop("check")
-    return json.dumps(words | {"form": form, "check": array_folder._check_of(words)})
+    return json.dumps(words | {"form": form, "check": array_folder._json_checksum(words)})
 
 
 def test_what_is_foreign_or_cut_is_refused_by_name(tmp_path):

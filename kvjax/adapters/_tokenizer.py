@@ -25,7 +25,7 @@ class TokenizerAdapter:
     """A tokenizer with ``encode(text)`` and ``decode(ids)``.
 
     The keywords ``add_special_tokens`` and ``skip_special_tokens`` are passed on if the tokenizer
-    has them, as those of Transformers do.
+    has them, as Transformers' tokenizers do.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ def as_function(model: keras.Model) -> tuple["ModelFunction", Any]:
     """``apply`` and ``params`` of a built model for ``kvjax.language_model``.
 
     The model takes tokens [batch, new] of any width and returns logits; its attention layers must
-    be those of this module. After training, ``params_of`` returns the new parameters.
+    come from this module. After training, ``params_of`` returns the new parameters.
 
     Raises:
       ValueError: if Keras uses another backend than JAX, or the model is not built.
