@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, PyTree, PyTreeDef
 
 from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
@@ -55,7 +55,7 @@ def attend(
     return _map_tokens(attention.output_proj, output), call
 
 
-def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", Any]:
+def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", PyTree]:
     """``apply`` and ``params`` of a model for ``kvjax.language_model``.
 
     The model is called with ``(tokens, cache, lengths)`` and returns ``(logits, cache)``.
@@ -70,7 +70,7 @@ class ModelFunction:
     """A model without its arrays; equal for models of the same structure."""
 
     leaves: tuple[Any, ...]
-    structure: Any
+    structure: PyTreeDef
 
     @property
     def __name__(self) -> str:
@@ -79,7 +79,7 @@ class ModelFunction:
         return str(cls.__name__)
 
     def __call__(
-        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the model."""
         model: Any = eqx.combine(params, self.structure.unflatten(self.leaves))

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import keras
+from jaxtyping import PyTree
 
 from kvjax.adapters._running import call_model, check_layer_number, current_call, positions, running
 from kvjax.cache.state import KVCache
@@ -62,7 +63,7 @@ class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
         return call.attend(self.layer, query, keys, values, window=self.sliding_window), None
 
 
-def as_function(model: keras.Model) -> tuple["ModelFunction", Any]:
+def as_function(model: keras.Model) -> tuple["ModelFunction", PyTree]:
     """``apply`` and ``params`` of a built model for ``kvjax.language_model``.
 
     The model takes tokens [batch, new] of any width and returns logits; its attention layers must
@@ -100,7 +101,7 @@ class ModelFunction:
         return str(self.model.name)
 
     def __call__(
-        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the model."""
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import PyTree
 from keras import StatelessScope
 from keras_hub.src.vllm.context import vllm_context_scope  # pyright: ignore[reportMissingImports]
 
@@ -70,7 +71,7 @@ class CausalFunction:
         return str(self.backbone.name)
 
     def __call__(
-        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the model; its layers get every token as a row of its own."""
         batch, new = tokens.shape
@@ -114,7 +115,7 @@ class CausalFunction:
             )
         return self._logits(params, hidden.reshape(batch, new, -1)), call.done()
 
-    def _logits(self, params: Any, hidden: Array) -> Array:
+    def _logits(self, params: PyTree, hidden: Array) -> Array:
         variables = [
             *zip(self.backbone.trainable_variables, params["trainable"], strict=True),
             *zip(self.backbone.non_trainable_variables, params["others"], strict=True),

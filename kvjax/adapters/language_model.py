@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jaxtyping import PyTree, PyTreeDef
 
 from kvjax.adapters._tokenizer import as_tokenizer
 from kvjax.attention.step import Step
@@ -29,12 +30,12 @@ _OPTIONAL = ("last_only", "max_len")
 def language_model(
     apply: Callable[..., Any],
     config: Any,
-    params: Any,
+    params: PyTree,
     tokenizer: Any = None,
     *,
     eos_token_ids: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
-    specs: Any = None,
+    specs: PyTree = None,
 ) -> LanguageModel:
     """Use your own model with ``generate``, ``stream``, ``compile``, ``evaluate``, ``plan``,
     ``bench`` and ``rollout``::
@@ -92,7 +93,7 @@ def language_model(
     return LanguageModel(config, params, as_tokenizer(tokenizer), defaults, model, source=name)
 
 
-def _config(config: Any, params: Any) -> Any:
+def _config(config: Any, params: PyTree) -> Any:
     """The decoder's config, with a dtype."""
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
@@ -160,10 +161,10 @@ class FunctionModel:
     function: Callable[..., Any]
     vocab: int
     optional: tuple[str, ...]
-    structure: Any
+    structure: PyTreeDef
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     config: Any
-    specs: Any
+    specs: PyTree
 
     in_one_piece = True
     """The model can't be split into layers."""
@@ -187,7 +188,7 @@ class FunctionModel:
 
     def apply(
         self,
-        params: Any,
+        params: PyTree,
         tokens: Tokens,
         cache: KVCache | None = None,
         *,
@@ -211,11 +212,11 @@ class FunctionModel:
             return run(tokens, None, lengths)[0]
         return apply_in_chunks(run, tokens, cache, lengths, last_only=last_only, vocab=self.vocab)
 
-    def abstract_params(self) -> Any:
+    def abstract_params(self) -> PyTree:
         """Shapes and dtypes of the parameters."""
         return self.structure.unflatten(self.leaves)
 
-    def param_shardings(self, mesh: Mesh | AbstractMesh) -> Any:
+    def param_shardings(self, mesh: Mesh | AbstractMesh) -> PyTree:
         """The sharding of each parameter over a mesh.
 
         Raises:
@@ -232,7 +233,7 @@ class FunctionModel:
         return jax.tree.map(spread.sharding, specs, is_leaf=_is_spec)
 
     def _check(
-        self, result: Any, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool
+        self, result: object, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool
     ) -> tuple[Array, KVCache]:
         """The function's result, or a ``ValueError`` that says what is wrong with it."""
         name = getattr(self.function, "__name__", type(self.function).__name__)
@@ -276,7 +277,7 @@ def _last_logits(logits: Array, lengths: Counts | None) -> Array:
     return jnp.take_along_axis(logits, at[:, None, None], axis=1)
 
 
-def _is_spec(x: Any) -> bool:
+def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import flax.linen as nn
+from jaxtyping import PyTree
 
 from kvjax.adapters._flax_attention import cached_attention
 from kvjax.adapters._running import TokensFirst, call_model, positions, running
@@ -48,7 +49,7 @@ class ModuleFunction:
         return type(self.module).__name__
 
     def __call__(
-        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the module."""
         return call_model(self.module.bind(params), tokens, cache, lengths)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
+from jaxtyping import PyTree
 
 from kvjax.adapters._flax_attention import cached_attention
 from kvjax.adapters._running import TokensFirst, call_model, positions, running
@@ -35,7 +36,7 @@ def attention_fn(
     return cached_attention(layer, nnx.dot_product_attention, rotary, sight)
 
 
-def as_function(module: nnx.Module) -> tuple["ModuleFunction", Any]:
+def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
     """``apply`` and ``params`` of a module for ``kvjax.language_model``.
 
     The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
@@ -53,7 +54,7 @@ def as_function(module: nnx.Module) -> tuple["ModuleFunction", Any]:
 class ModuleFunction:
     """A module without its state; equal for modules of the same structure."""
 
-    graph: Any
+    graph: nnx.GraphDef
 
     @property
     def __name__(self) -> str:
@@ -61,7 +62,7 @@ class ModuleFunction:
         return str(getattr(self.graph.nodes[0], "type", type(self.graph)).__name__)
 
     def __call__(
-        self, params: Any, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the module."""
         return call_model(nnx.merge(self.graph, params), tokens, cache, lengths)

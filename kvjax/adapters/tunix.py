@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
 from kvjax.adapters.language_model import language_model
@@ -131,7 +132,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
             jnp.int32(self.pad_id()),
         )
 
-    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
         """Set the actor's parameters: its whole state, or only the trainable part."""
         own = dict(nnx.to_flat_state(nnx.state(self._actor)))
         new = {}
@@ -153,7 +154,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         """The actor."""
         return self._actor
 
-    def _params(self) -> Any:
+    def _params(self) -> PyTree:
         return nnx.split(self._actor)[1]
 
     def _ids(self, prompt: str) -> list[int]:
@@ -174,7 +175,7 @@ def _seed(seed: Any, calls: int) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _logps(model: Any, params: Any, prompts: Array, completions: Array, pad: Array) -> Array:
+def _logps(model: Any, params: PyTree, prompts: Array, completions: Array, pad: Array) -> Array:
     """float32[batch, new]; rows are shifted so that each starts with its first real token."""
     real, (width, new) = prompts != pad, (prompts.shape[1], completions.shape[1])
     padding = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)

@@ -6,7 +6,6 @@ import timeit
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
     return Bandwidth(max(reads.values()), max(copies.values()), reads | copies, array_bytes)
 
 
-def best_seconds(call: Callable[[], Any], repeats: int) -> float:
+def best_seconds(call: Callable[[], object], repeats: int) -> float:
     """The time of the fastest of ``repeats`` calls, after a warm-up call."""
     call()
     return min(timeit.repeat(call, number=1, repeat=repeats))
@@ -61,7 +60,7 @@ def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     """Bytes per second that jitted reductions read from an array, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
 
-    def speed(reduction: Callable[..., Any]) -> float:
+    def speed(reduction: Callable[..., object]) -> float:
         reduced = jax.jit(reduction)
         return array.nbytes / best_seconds(lambda: reduced(array).block_until_ready(), repeats)
 
@@ -72,7 +71,7 @@ def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     """Bytes per second that jitted copies read and write, by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
 
-    def speed(copied: Callable[..., Any]) -> float:
+    def speed(copied: Callable[..., object]) -> float:
         # Donate the output, because allocating new memory pages is slower than copying.
         into = jax.jit(lambda x, old: copied(x), donate_argnums=1, keep_unused=True)
         output = jnp.zeros_like(array)
@@ -94,7 +93,7 @@ def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
     parts = np.array_split(array, threads)
     with ThreadPoolExecutor(threads) as pool:
 
-        def speed(reduction: Callable[..., Any]) -> float:
+        def speed(reduction: Callable[..., object]) -> float:
             return array.nbytes / best_seconds(lambda: list(pool.map(reduction, parts)), repeats)
 
         return {"numpy max": speed(np.max), "numpy dot": speed(lambda part: np.dot(part, part))}

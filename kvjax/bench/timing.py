@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from kvjax.core.typing import Array
 from kvjax.generation import programs
@@ -121,7 +122,7 @@ class PolicyTimer:
         session.begin()
         return seconds
 
-    def _time(self, session: Session, run: Callable[[], Any]) -> float:
+    def _time(self, session: Session, run: Callable[[], PyTree]) -> float:
         """The seconds per step of a run, which is rewound afterwards."""
         jax.block_until_ready(session.context)
         start = time.perf_counter()
@@ -131,7 +132,7 @@ class PolicyTimer:
         session.rewind(self.steps)
         return seconds / self.steps
 
-    def _decode_logits(self, session: Session, steps: Array) -> Any:
+    def _decode_logits(self, session: Session, steps: Array) -> Array:
         session.context, logits = _logits_loop(
             self._lm.architecture,
             self._lm.config.vocab_size,
@@ -148,7 +149,7 @@ class PolicyTimer:
 def _logits_loop(
     model: Model,
     vocab: int,
-    params: Any,
+    params: PyTree,
     context: Any,
     tokens: Array,
     counts: Array,

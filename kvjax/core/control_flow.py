@@ -6,30 +6,42 @@ zeros vary along none, so these functions cast them. Elsewhere they are the func
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType
+from jaxtyping import Array, PyTree
 
 from kvjax.core.compat import jax_0_8_pcast, jax_0_10_varying
 
 Axes = frozenset[str]
 
 
-def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any], *args: Any) -> Any:
+def cond(
+    pred: Array | np.ndarray | bool,
+    true_fun: Callable[..., PyTree],
+    false_fun: Callable[..., PyTree],
+    *args: PyTree,
+) -> PyTree:
     """``lax.cond``."""
     return lax.cond(pred, *_match_branches((true_fun, false_fun), *args), *args)
 
 
-def switch(index: Any, branches: Sequence[Callable[..., Any]], *args: Any) -> Any:
+def switch(
+    index: Array | np.ndarray | int, branches: Sequence[Callable[..., PyTree]], *args: PyTree
+) -> PyTree:
     """``lax.switch``."""
     return lax.switch(index, _match_branches(branches, *args), *args)
 
 
-def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any) -> Any:
+def fori_loop(
+    lower: Array | np.integer | int,
+    upper: Array | np.integer | int,
+    body: Callable[[Array, PyTree], PyTree],
+    init: PyTree,
+) -> PyTree:
     """``lax.fori_loop`` with an int32 counter, even if 64 bits are enabled."""
     lower, upper = (
         x.astype(jnp.int32) if isinstance(x, jax.Array) else np.int32(x) for x in (lower, upper)
@@ -39,18 +51,20 @@ def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], init: Any
     return lax.fori_loop(lower, upper, lambda i, x: body(i.astype(jnp.int32), x), init)
 
 
-def while_loop(cond_fun: Callable[[Any], Any], body: Callable[[Any], Any], init: Any) -> Any:
+def while_loop(
+    cond_fun: Callable[[PyTree], Array], body: Callable[[PyTree], PyTree], init: PyTree
+) -> PyTree:
     """``lax.while_loop``."""
     body, init = _match_carry(body, init)
     return lax.while_loop(cond_fun, body, init)
 
 
 def scan(
-    body: Callable[[Any, Any], tuple[Any, Any]],
-    init: Any,
-    xs: Any = None,
+    body: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+    init: PyTree,
+    xs: PyTree = None,
     length: int | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """``lax.scan``."""
     if not _axes_are_checked():
         return lax.scan(body, init, xs, length)
@@ -58,14 +72,14 @@ def scan(
     init = _match_carry(lambda carry: body(carry, first)[0], init)[1]
     axes = [_axes(x) for x in jax.tree.leaves(init)]
 
-    def cast(carry: Any, x: Any) -> tuple[Any, Any]:
+    def cast(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         after, y = body(carry, x)
         return _cast(after, axes), y
 
     return lax.scan(cast, init, xs, length)
 
 
-def match_varying(arrays: Sequence[Any]) -> tuple[list[Any], Axes]:
+def match_varying(arrays: Sequence[PyTree]) -> tuple[list[PyTree], Axes]:
     """Cast arrays so that all vary along the same axes; also return the axes. Used for kernels."""
     if not _axes_are_checked():
         return [*arrays], frozenset()
@@ -81,12 +95,12 @@ def _axes_are_checked() -> bool:
     return manual is not None and bool(_axes(lax.axis_index(manual)))
 
 
-def _axes(x: Any) -> Axes:
+def _axes(x: Array) -> Axes:
     """The axes along which an array varies."""
     return jax_0_10_varying(jax.typeof(x))
 
 
-def _cast(tree: Any, axes: Sequence[Axes]) -> Any:
+def _cast(tree: PyTree, axes: Sequence[Axes]) -> PyTree:
     """Cast each leaf to also vary along its entry of ``axes``."""
     leaves, structure = jax.tree.flatten(tree)
     cast = [
@@ -96,29 +110,29 @@ def _cast(tree: Any, axes: Sequence[Axes]) -> Any:
     return structure.unflatten(cast)
 
 
-def _result_axes(function: Callable[..., Any], *args: Any) -> list[Axes]:
+def _result_axes(function: Callable[..., PyTree], *args: PyTree) -> list[Axes]:
     """The axes along which each result of a function varies."""
     return [jax_0_10_varying(x) for x in jax.make_jaxpr(function)(*args).out_avals]
 
 
 def _match_branches(
-    branches: Sequence[Callable[..., Any]], *args: Any
-) -> Sequence[Callable[..., Any]]:
+    branches: Sequence[Callable[..., PyTree]], *args: PyTree
+) -> Sequence[Callable[..., PyTree]]:
     """Wrap branches so that their results vary along the same axes."""
     if not _axes_are_checked():
         return branches
     per_result = zip(*(_result_axes(branch, *args) for branch in branches), strict=True)
     axes = [frozenset[str]().union(*each) for each in per_result]
 
-    def wrap(branch: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(branch: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return lambda *args: _cast(branch(*args), axes)
 
     return [wrap(branch) for branch in branches]
 
 
 def _match_carry(
-    body: Callable[..., Any], init: Any, before: tuple[Any, ...] = ()
-) -> tuple[Callable[..., Any], Any]:
+    body: Callable[..., PyTree], init: PyTree, before: tuple[PyTree, ...] = ()
+) -> tuple[Callable[..., PyTree], PyTree]:
     """A loop body and its initial carry, cast so that both vary along the same axes.
 
     ``before``: the body's arguments before the carry.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from kvjax.core.validation import is_traced
 
@@ -76,7 +77,7 @@ def to_explicit_mesh(tree: _T, mesh: Mesh | None) -> _T:
     return tree if mesh is None else jax.tree.map(functools.partial(_to_explicit, mesh), tree)
 
 
-def _find_explicit_mesh(tree: Any) -> Mesh | None:
+def _find_explicit_mesh(tree: PyTree) -> Mesh | None:
     """The first mesh with explicit axes that an array is on."""
     for x in jax.tree.leaves(tree):
         if (mesh := _mesh_of(x)) is not None and AxisType.Explicit in mesh.axis_types:

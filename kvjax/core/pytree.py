@@ -8,6 +8,7 @@ from typing import Any, TypeVar, dataclass_transform
 import jax
 import numpy as np
 from jax import export
+from jaxtyping import PyTree
 
 _T = TypeVar("_T")
 _Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
@@ -56,12 +57,12 @@ def _name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Bytes of all arrays of a pytree, from their shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def serialize_static(settings: tuple[Any, ...]) -> bytes:
+def serialize_static(settings: tuple[object, ...]) -> bytes:
     """Static fields as JSON, with the name of each class.
 
     Raises:
@@ -79,7 +80,7 @@ def deserialize_static(data: bytes) -> tuple[Any, ...]:
     return tuple(_from_json(value) for value in json.loads(bytes(data).decode()))
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):

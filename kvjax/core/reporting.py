@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 ProgressCallback = Callable[[str, int, int], None]
 """Called with the name of the work, the amount done, and the total amount."""
@@ -33,7 +34,7 @@ def progress_callback(
         COMPILE_CALLBACK.reset(compile_token)
 
 
-def report_progress(what: str, done: int, total: int, result: Any = None) -> None:
+def report_progress(what: str, done: int, total: int, result: PyTree = None) -> None:
     """Report progress to the current callback, if there is one.
 
     ``result``: arrays to wait for first, since JAX dispatches work before it is done.

@@ -44,7 +44,7 @@ _ENVIRONMENT = {
 }
 
 
-def target_device(name: str) -> Any:
+def target_device(name: str) -> jax.Device:
     """A target device by the name of its type, such as ``"v5e"`` or ``"h200"``.
 
     Raises:
@@ -54,7 +54,7 @@ def target_device(name: str) -> Any:
     return target_devices(name, 1)[0]
 
 
-def target_devices(name: str, count: int) -> list[Any]:
+def target_devices(name: str, count: int) -> list[jax.Device]:
     """``count`` connected target devices of one type.
 
     Raises:
@@ -107,7 +107,7 @@ class TargetDescription(NamedTuple):
     axes: tuple[str, ...] = ()
     types: tuple[AxisType, ...] = ()
 
-    def make(self) -> Any:
+    def make(self) -> jax.Device | Mesh:
         """The device, or the mesh."""
         if self.shape is None:
             return target_device(self.name)
@@ -115,7 +115,7 @@ class TargetDescription(NamedTuple):
         return Mesh(devices, self.axes, axis_types=self.types)
 
 
-def describe_target(device: Any, mesh: Mesh | None) -> TargetDescription:
+def describe_target(device: jax.Device, mesh: Mesh | None) -> TargetDescription:
     """The description of a target device, or of a mesh of them."""
     name = next(name for name, spec in DEVICE_SPECS.items() if spec == spec_of(device))
     if mesh is None:
@@ -124,7 +124,7 @@ def describe_target(device: Any, mesh: Mesh | None) -> TargetDescription:
 
 
 @contextmanager
-def compiling_for(device: Any) -> Iterator[None]:
+def compiling_for(device: jax.Device) -> Iterator[None]:
     """Make ``device`` the default device, and hide warnings of JAX's compilation cache.
 
     The cache can't load programs for target devices.
@@ -160,16 +160,16 @@ def check_compiler(platform: str) -> None:
         )
 
 
-_target_devices: set[Any] = set()
+_target_devices: set[jax.Device] = set()
 
 
-def is_target_device(device: Any) -> bool:
+def is_target_device(device: jax.Device) -> bool:
     """Whether a device was created here from a topology, so that it can't hold arrays."""
     return device in _target_devices
 
 
 @functools.lru_cache(maxsize=32)
-def _topology(name: str, count: int) -> list[Any]:
+def _topology(name: str, count: int) -> list[jax.Device]:
     from jax.experimental import topologies
 
     spec = DEVICE_SPECS[name]

@@ -6,7 +6,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from kvjax.core.target import default_device
 from kvjax.core.topology import is_target_device
@@ -85,7 +86,7 @@ def commit_together(tree: _T) -> _T:
     return commit(tree)
 
 
-def commit_like(tree: _T, others: Any) -> _T:
+def commit_like(tree: _T, others: PyTree) -> _T:
     """Commit all arrays of a pytree if any array of ``others`` is, for calls that take both."""
     arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and not is_traced(x))
     if (one := next((x for x in arrays if x.committed), None)) is None:
@@ -113,7 +114,7 @@ def _commit(x: Any) -> Any:
     return jax.device_put(x, x.sharding)
 
 
-def fetch(tree: Any) -> Any:
+def fetch(tree: PyTree) -> PyTree:
     """A pytree's arrays as NumPy arrays.
 
     If other processes hold some of the devices, all processes must call this.
@@ -126,7 +127,7 @@ def fetch(tree: Any) -> Any:
     return jax.device_get(_gather(replicated)(tree))
 
 
-def check_not_target_mesh(mesh: Any) -> None:
+def check_not_target_mesh(mesh: Mesh | AbstractMesh | None) -> None:
     """Raise ``ValueError`` if arrays would be put on a mesh of target devices."""
     if not isinstance(mesh, Mesh) or not is_target_device(mesh.devices.flat[0]):
         return

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 DONATED = (
     "the cache was used up by an earlier call: use the cache which that call returned, or pass it "
@@ -20,7 +21,7 @@ INT32_MAX = 2**31 - 1
 """Largest number of rows, tokens or pages, because programs count them in int32."""
 
 
-def as_python(value: Any) -> Any:
+def as_python(value: object) -> Any:
     """Convert a NumPy or JAX scalar to a Python number; return any other value unchanged.
 
     Traced arrays and keys of ``jax.random`` are returned unchanged, too.
@@ -35,7 +36,7 @@ def as_python(value: Any) -> Any:
     return value
 
 
-def short_repr(value: Any) -> str:
+def short_repr(value: object) -> str:
     """The first 80 characters of a value's ``repr`` on one line, for error messages."""
     try:
         return " ".join(f"{value!r}".split())[:80]
@@ -43,7 +44,7 @@ def short_repr(value: Any) -> str:
         return "a number of thousands of digits"
 
 
-def as_list(name: str, value: Any, expected: str) -> list[Any]:
+def as_list(name: str, value: object, expected: str) -> list[Any]:
     """``list(value)``, or a ``ValueError`` with the argument's name if it is not iterable."""
     try:
         return list(value)
@@ -51,7 +52,7 @@ def as_list(name: str, value: Any, expected: str) -> list[Any]:
         raise ValueError(f"{name} must be {expected}, got {short_repr(value)}") from None
 
 
-def as_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+def as_int(name: str, value: object, least: int, most: int | None = None) -> int:
     """``value`` as an int, or a ``ValueError`` if it is no integer between the limits."""
     value = as_python(value)
     if most is not None and isinstance(value, int) and value > most:
@@ -61,13 +62,13 @@ def as_int(name: str, value: Any, least: int, most: int | None = None) -> int:
     return int(value)
 
 
-def as_optional_int(name: str, value: Any, least: int, most: int | None = None) -> int | None:
+def as_optional_int(name: str, value: object, least: int, most: int | None = None) -> int | None:
     """Like ``as_int``, but None is allowed."""
     return None if value is None else as_int(name, value, least, most)
 
 
 def normalize_int_field(
-    settings: Any, name: str, least: int, most: int | None = None, *, optional: bool = False
+    settings: object, name: str, least: int, most: int | None = None, *, optional: bool = False
 ) -> Any:
     """Check an integer field of a frozen dataclass, store it as a Python int, and return it.
 
@@ -83,7 +84,7 @@ def normalize_int_field(
     return value
 
 
-def as_bool(name: str, value: Any) -> bool:
+def as_bool(name: str, value: object) -> bool:
     """``value`` as a bool, or a ``ValueError`` if it is neither True nor False."""
     value = as_python(value)
     if not isinstance(value, bool):
@@ -91,7 +92,7 @@ def as_bool(name: str, value: Any) -> bool:
     return value
 
 
-def normalize_bool_field(settings: Any, name: str) -> None:
+def normalize_bool_field(settings: object, name: str) -> None:
     """``normalize_int_field`` for a bool."""
     object.__setattr__(settings, name, as_bool(name, getattr(settings, name)))
 
@@ -111,18 +112,18 @@ def check_unicode(what: str, text: str) -> None:
         ) from None
 
 
-def is_traced(x: Any) -> bool:
+def is_traced(x: object) -> bool:
     """Whether ``x`` is a tracer, so that its values are unknown."""
     return isinstance(x, Tracer)
 
 
-def check_not_traced(what: str, *arrays: Any) -> None:
+def check_not_traced(what: str, *arrays: object) -> None:
     """Raise ``ValueError`` inside ``jit`` and other transformations."""
     if any(is_traced(array) for array in arrays):
         raise ValueError(f"{what} can't run inside jit, vmap or scan: call it outside")
 
 
-def check_not_donated(cache: Any) -> None:
+def check_not_donated(cache: PyTree) -> None:
     """Raise ``ValueError`` for a cache whose arrays were donated or deleted."""
     leaves = jax.tree.leaves(cache)
     arrays = [x for x in leaves if isinstance(x, jax.Array) and not isinstance(x, Tracer)]
@@ -145,7 +146,7 @@ def donation_errors(has_cache: bool) -> Iterator[None]:
         raise
 
 
-def check_not_symbolic(what: str, shape: tuple[Any, ...]) -> None:
+def check_not_symbolic(what: str, shape: tuple[object, ...]) -> None:
     """Raise ``ValueError`` for the symbolic dimensions of ``jax.export``."""
     if not all(isinstance(size, int) for size in shape):
         raise ValueError(

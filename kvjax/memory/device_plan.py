@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from kvjax.attention.kernels.dispatch import kernels_for
 from kvjax.cache.creation import init_cache
@@ -28,6 +29,7 @@ from kvjax.core.topology import (
     is_target_device,
     resolve_device_or_mesh,
 )
+from kvjax.core.typing import Array, Tokens
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.memory.hlo import bytes_moved, collectives
 from kvjax.memory.planning import PREFILL_CHUNK
@@ -172,7 +174,7 @@ def plan_on(
     )
 
 
-def _needs_subprocess(device: Any) -> bool:
+def _needs_subprocess(device: jax.Device) -> bool:
     """Whether a target device needs kernels of another capability than this process compiles."""
     target = target_of(device)
     if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):
@@ -193,7 +195,7 @@ def _step_traffic(program: jax.stages.Compiled, devices: int) -> tuple[int, int,
     return bytes_moved(text), len(sends), sum(sends)
 
 
-def _shard_shapes(params: Any, shardings: Any) -> Any:
+def _shard_shapes(params: PyTree, shardings: PyTree) -> PyTree:
     """The shapes of the parameters' shards on a device of a mesh."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
@@ -223,7 +225,7 @@ def compiled_call(
     max_len: int,
     mesh: Mesh | None,
     layers: list[int],
-    device: Any,
+    device: jax.Device,
     new: int,
 ) -> jax.stages.Compiled:
     """Compile a call with ``new`` tokens of a model that has only some of the layers."""
@@ -235,12 +237,12 @@ def compiled_call(
     def make() -> KVCache:
         return init_cache(part.config, policies, batch=cache.batch, max_len=max_len, mesh=mesh)
 
-    def step(params: Any, tokens: Any, cache: Any) -> Any:
+    def step(params: PyTree, tokens: Tokens, cache: KVCache) -> tuple[Array, KVCache]:
         logits, cache = call(params, tokens, cache, last_only=True)
         return jnp.argmax(logits[:, -1], axis=-1), cache
 
     shapes = jax.eval_shape(make)
-    weights: Any = SingleDeviceSharding(device)
+    weights: PyTree = SingleDeviceSharding(device)
     if mesh is not None:
         weights = part.param_shardings(mesh)
     shardings = array_shardings(shapes, device)

@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree, PyTreeDef
 
 from kvjax.attention.blocks import COARSE_BLOCK, MAX_KEY_NUMBERS, QUERY_CHUNK
 from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache
+from kvjax.core.typing import Array, Tokens
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.memory.sizes import (
     Plannable,
@@ -195,7 +197,7 @@ def estimated_temporaries(
 
 @functools.lru_cache(maxsize=64)
 def _compiled_temporaries(
-    model: Any, structure: Any, leaves: tuple[Any, ...], new: int
+    model: Any, structure: PyTreeDef, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
 ) -> int | None:
     """Bytes of temporaries of a compiled call with ``new`` tokens; None if JAX doesn't report them.
 
@@ -204,7 +206,7 @@ def _compiled_temporaries(
     cache: KVCache = jax.tree.unflatten(structure, leaves)
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)
 
-    def step(params: Any, tokens: Any, cache: Any) -> Any:
+    def step(params: PyTree, tokens: Tokens, cache: KVCache) -> tuple[Array, KVCache]:
         logits, cache = model.apply(params, tokens, cache, last_only=True)
         return jnp.argmax(logits[:, -1], axis=-1), cache
 

@@ -12,6 +12,7 @@ from kvjax.attention.attend import attend
 from kvjax.cache.appending import advance, append
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import contract_last
+from kvjax.core.typing import Array, Tokens
 from kvjax.core.validation import as_int, as_optional_int
 from kvjax.policies.model_config import layer_windows
 
@@ -119,7 +120,7 @@ class ModelShape:
         """Number of learned positions, or None."""
         return self.learned_positions or None
 
-    def param_shardings(self, mesh: Any) -> NoReturn:
+    def param_shardings(self, mesh: object) -> NoReturn:
         """Raise ``ValueError``, because a shape does not determine how weights are sharded."""
         raise ValueError("plans for a mesh need a model that kvjax can run, not only a ModelShape")
 
@@ -147,8 +148,8 @@ class ModelShape:
         return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
 
     def forward(
-        self, params: dict[str, Any], tokens: Any, cache: KVCache, *, last_only: bool = True
-    ) -> tuple[Any, KVCache]:
+        self, params: dict[str, Any], tokens: Tokens, cache: KVCache, *, last_only: bool = True
+    ) -> tuple[Array, KVCache]:
         """A decoder of this shape: its matrix products, and attention over the cache.
 
         It serves to compile programs for planning. Biases, positions and the weights of norms, less
@@ -161,15 +162,15 @@ class ModelShape:
           last_only: compute the logits of the last token only, as for prompts.
         """
 
-        def norm(x: Any) -> Any:
+        def norm(x: Array) -> Array:
             wide = x.astype(jnp.float32)
             size = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
             return (wide * jax.lax.rsqrt(size + 1e-6)).astype(x.dtype)
 
-        def project(x: Any, weight: Any) -> Any:
+        def project(x: Array, weight: Array) -> Array:
             return contract_last(x, weight).astype(x.dtype)
 
-        def split(x: Any, heads: int) -> Any:
+        def split(x: Array, heads: int) -> Array:
             return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)
 
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import check_cache
 from kvjax.cache.creation import init_cache
@@ -159,7 +160,7 @@ def visible_tokens(
     return tokens, raw * tail + (tokens - raw) * stored
 
 
-def token_bytes(layer: LayerCache, arrays: Any) -> float:
+def token_bytes(layer: LayerCache, arrays: PyTree) -> float:
     """Bytes per token of a row, or of a page, in some arrays of a layer's body."""
     rows, page_group = jax.tree.leaves(arrays)[0].shape[0], layer.policy.page_group
     units = layer.policy.stored_layout.slots if page_group is None else page_group.layout.page_size
@@ -182,8 +183,8 @@ class Plannable(Protocol):
     def config(self) -> Any: ...
     @property
     def apply(self) -> Callable[..., Any] | None: ...
-    def abstract_params(self) -> Any: ...
-    def param_shardings(self, mesh: Mesh | AbstractMesh, /) -> Any: ...
+    def abstract_params(self) -> PyTree: ...
+    def param_shardings(self, mesh: Mesh | AbstractMesh, /) -> PyTree: ...
 
 
 def as_plannable(model: Any) -> Plannable:
@@ -206,7 +207,7 @@ def as_plannable(model: Any) -> Plannable:
     return architecture  # type: ignore[no-any-return]
 
 
-def has_encoder(model: Any) -> bool:
+def has_encoder(model: object) -> bool:
     """Whether a loaded model or an architecture has an encoder."""
     return bool(getattr(getattr(model, "architecture", model), "encodes", False))
 
@@ -217,7 +218,7 @@ class LoadedModel(Protocol):
     @property
     def config(self) -> Any: ...
     @property
-    def params(self) -> Any: ...
+    def params(self) -> PyTree: ...
     @property
     def mesh(self) -> Mesh | None: ...
 
@@ -236,7 +237,7 @@ def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> i
     return sum(math.prod(shape) * dtype.itemsize for shape in shapes)
 
 
-def weight_bytes_read(params: Any, batch: int) -> int:
+def weight_bytes_read(params: PyTree, batch: int) -> int:
     """Bytes of parameters that a decode step of ``batch`` rows reads.
 
     All parameters count once. Position embeddings and untied token embeddings count only ``batch``
@@ -249,12 +250,12 @@ def weight_bytes_read(params: Any, batch: int) -> int:
     return total
 
 
-def matmul_parameters(params: Any) -> int:
+def matmul_parameters(params: PyTree) -> int:
     """Number of parameters in matrix products: all matrices except lookup tables."""
     return sum(x.size for x, looked_up in _tables(params) if x.ndim > 1 and not looked_up)
 
 
-def _tables(params: Any) -> list[tuple[Any, bool]]:
+def _tables(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct | jax.Array, bool]]:
     """All arrays, and whether each is only a lookup table."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import LOST, validated
 from kvjax.cache.layer import LayerCache
@@ -84,7 +85,7 @@ def move_layers(
 ) -> KVCache:
     """Move some of ``KVCache.layers``; with ``keep`` the argument is not used up."""
     layers, marks, status = list(cache.layers), _columns(cache.written), cache.status
-    moving: Any = None
+    moving: LayerCache | None = None
     with on_device_of(cache.length):
         entries = list(entries)
         policies = [
@@ -211,7 +212,7 @@ def _move_pages_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
 def _delete_unshared_buffers(old: LayerCache, new: LayerCache) -> None:
     """Like ``delete_unshared``, but compares buffers: a move may return arrays that share them."""
 
-    def buffers(arrays: list[Any]) -> set[int]:
+    def buffers(arrays: list[Array]) -> set[int]:
         return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
 
     used = buffers(jax.tree.leaves(new))
@@ -234,7 +235,7 @@ def _reorder(old: LayerCache, policy: CachePolicy) -> LayerCache:
 
 
 @functools.partial(jax.jit, static_argnames=("before", "after"))
-def _rearrange(body: Any, before: Any, after: Any) -> Any:
+def _rearrange(body: PyTree, before: PyTree, after: PyTree) -> PyTree:
     return arrange(restore(body, before), after)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import NO_SUCH_ROW, OUT_OF_PAGES, REWOUND_TOO_FAR, validated
 from kvjax.cache.explicit_axes import automatic_axes
@@ -20,7 +21,7 @@ from kvjax.operations.capacity import grow_pools_for
 from kvjax.operations.conversion import with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS
+from kvjax.placement.order import AS_IS, Order
 
 
 @automatic_axes
@@ -261,7 +262,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
         for n, layer in zip(entries, branched, strict=True):
             layers[n] = layer
 
-    def take(own: Any, rows: PerRow) -> Any:
+    def take(own: PyTree, rows: PerRow) -> PyTree:
         return jax.tree.map(lambda x: x[rows], own)
 
     own = cache.length, cache.written, cache.status
@@ -288,7 +289,7 @@ def _branch_layers(
         units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
         first, last = units(since), units(length)
 
-    def branch(arrays: Any, rows: PerRow, first: PerRow, last: PerRow) -> Any:
+    def branch(arrays: PyTree, rows: PerRow, first: PerRow, last: PerRow) -> PyTree:
         bodies, tails, lows = zip(*arrays, strict=True)
         if not paged:
             orders = tuple(x.orders for x in layers)
@@ -317,15 +318,15 @@ def _branch_layers(
 
 
 def _copy_rows(
-    stores: Any,
-    orders: Any,
+    stores: PyTree,
+    orders: PyTree,
     placement: Device,
     rows: PerRow,
     first: PerRow,
     last: PerRow,
     size: int,
     stack: int | None,
-) -> Any:
+) -> PyTree:
     """Copy the units ``first`` to ``last`` of each row's source ``rows[row]`` to the row, in place.
 
     ``stores`` are arrays [batch, ...], or of a stack [layers, batch, ...]. Each copy moves up to
@@ -339,13 +340,13 @@ def _copy_rows(
     units = store.shape[order.axis] // order.stride
     size = min(max(size, 1), units)
 
-    def copy_row(number: Array, stores: Any) -> Any:
+    def copy_row(number: Array, stores: PyTree) -> PyTree:
         row = number % batch
         source, begin = rows[row], first[row]
         end = jnp.minimum(last[source], units)
         copies = jnp.where(source == row, 0, -(-jnp.maximum(end - begin, 0) // size))
 
-        def copy(i: Array, stores: Any) -> Any:
+        def copy(i: Array, stores: PyTree) -> PyTree:
             start = jnp.minimum(begin + i * size, units - size)
             copy_units = _unit_copier(placement, number - row, source, row, start, size)
             return jax.tree.map(copy_units, stores, orders)
@@ -358,8 +359,8 @@ def _copy_rows(
 
 def _unit_copier(
     placement: Device, base: Array, source: Array, row: Array, start: Array, size: int
-) -> Callable[[Array, Any], Array]:
-    def copy_units(store: Array, order: Any) -> Array:
+) -> Callable[[Array, Order], Array]:
+    def copy_units(store: Array, order: Order) -> Array:
         shape = [1, *store.shape[1:]]
         shape[order.axis] = size * order.stride
         like: Any = jax.ShapeDtypeStruct(tuple(shape), store.dtype)

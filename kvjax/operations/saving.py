@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import check, validated
 from kvjax.cache.layer import layer_shapes
@@ -41,7 +42,7 @@ class ModelWithParams(Protocol):
     @property
     def config(self) -> Any: ...
     @property
-    def params(self) -> Any: ...
+    def params(self) -> PyTree: ...
 
 
 def fingerprint(model: ModelWithParams | str | None) -> str | None:
@@ -304,7 +305,7 @@ def _restore(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: 
     )
 
 
-def _growing_to(layout: Any, max_len: int) -> Any:
+def _growing_to(layout: Layout, max_len: int) -> Layout:
     """Let a growing layout grow to at least ``max_len``."""
     if pages := paged(layout):
         return replace(pages, inner=_growing_to(pages.inner, max_len))
@@ -313,7 +314,7 @@ def _growing_to(layout: Any, max_len: int) -> Any:
     return replace(layout, grows_to=max_len)
 
 
-def _pad_to(filled: np.ndarray, like: Any) -> np.ndarray:
+def _pad_to(filled: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:
     """Pad an array with zeros to the shape of ``like``, along one axis at most.
 
     A dtype of the same size is reinterpreted, since 16-bit numbers may be stored as their bits.

@@ -8,11 +8,11 @@ predictions are compared with a full-precision cache's.
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import check
 from kvjax.cache.creation import init_cache
@@ -158,7 +158,7 @@ def grow_to_hold(cache: KVCache, tokens: int, context: int) -> KVCache:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _logits(model: Model, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
+def _logits(model: Model, params: PyTree, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
     return model.apply(params, tokens, cache)
 
 
