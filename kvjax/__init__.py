@@ -1,8 +1,8 @@
 """kvjax: the KV cache for JAX.
 
-A cache is an immutable pytree of preallocated arrays, ``(batch, kv_heads, max_len, head_dim)``;
-every operation is a pure function, and a decode step an ordinary one to ``jit``, ``scan``,
-``vmap``, differentiate and donate.
+A cache is an immutable pytree of preallocated arrays ``(batch, kv_heads, max_len, head_dim)``.
+Every operation is a pure function, and a decode step is an ordinary function for ``jit``, ``scan``,
+``vmap``, differentiation and donation.
 """
 
 from kvjax import bench, codecs, layouts, memory

@@ -259,7 +259,7 @@ def begins(params: Any, tokens: Any, cache: Any, lengths: Any) -> Any:
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "other parameters": (
         lambda: kvjax.language_model(lambda tokens, cache: None, changed(), {"a": np.ones(1)}),
-        r"must be a function of \(params, tokens, cache, lengths\)",
+        r"must be a hashable function of \(params, tokens, cache, lengths\)",
     ),
     "no hash": (
         lambda: kvjax.language_model(

@@ -11,6 +11,14 @@ from kvjax.bench.measuring import Bench, Cell, Split, measure
 from kvjax.memory.sizes import weight_bytes_read
 
 __all__ = [
-    "Bandwidth", "Bench", "Cell", "Split", "cpu_bandwidth", "jax_bandwidth", "measure",
-    "measure_bandwidth", "peak_memory", "weight_bytes_read",
-]  # fmt: skip
+    "Bandwidth",
+    "Bench",
+    "Cell",
+    "Split",
+    "cpu_bandwidth",
+    "jax_bandwidth",
+    "measure",
+    "measure_bandwidth",
+    "peak_memory",
+    "weight_bytes_read",
+]

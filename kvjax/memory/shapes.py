@@ -197,10 +197,13 @@ def _window_settings(config: Mapping[str, Any], family: str, layers: int) -> Sim
 
     In Gemma 2 every second layer has a window.
     """
-    names = (
-        "layer_types", "sliding_window", "use_sliding_window", "attention_chunk_size",
+    names = [
+        "layer_types",
+        "sliding_window",
+        "use_sliding_window",
+        "attention_chunk_size",
         "max_window_layers",
-    )  # fmt: skip
+    ]
     settings = {name: config.get(name) for name in names if name in config}
     for name in ("sliding_window", "attention_chunk_size", "max_window_layers"):
         as_optional_int(name, settings.get(name), 0)

@@ -263,11 +263,14 @@ def _layers_for_host(cache: KVCache, tokens: int) -> frozenset[int]:
     assert cache.budget is not None
     sizes = [
         layer_sizes(
-            replace(layer.policy, layout=layout), cache.budget.placement, cache.batch,
-            layer.kv_heads, layer.head_dim,
+            replace(layer.policy, layout=layout),
+            cache.budget.placement,
+            cache.batch,
+            layer.kv_heads,
+            layer.head_dim,
         )
         for layer, layout in zip(cache.layers, enlarged_layouts(cache, tokens), strict=True)
-    ]  # fmt: skip
+    ]
     return cache.budget.offloaded(sizes, _host_layers(cache))
 
 

@@ -25,7 +25,7 @@ from kvjax.core.target import current_target
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array
 from kvjax.core.validation import as_optional_int
-from kvjax.layouts import UNLIMITED, paged
+from kvjax.layouts import UNLIMITED, Layout, paged
 from kvjax.operations.capacity import grow
 from kvjax.operations.conversion import with_policies
 from kvjax.operations.migration import migrate

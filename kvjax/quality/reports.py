@@ -10,9 +10,7 @@ from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import pyplot
 from kvjax.quality.metrics import CacheBytes, Quality, pareto_front
 
-DEFAULT_POLICIES = (
-    "bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1",
-)  # fmt: skip
+DEFAULT_POLICIES = ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1")
 
 
 def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
@@ -79,12 +77,17 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
         labels.append(axes.annotate(name, at, (7, -3), textcoords="offset points", fontsize=8))
     axes.plot(
         *zip(*(points[name] for name in front), strict=True),
-        "-", color="tab:blue", linewidth=1, label="Pareto front",
-    )  # fmt: skip
+        "-",
+        color="tab:blue",
+        linewidth=1,
+        label="Pareto front",
+    )
     axes.set(
-        xlabel="bytes per token of the body, % of bfloat16", yscale="log",
-        ylabel="mean KL divergence from the full-precision cache (nats)", title=title,
-    )  # fmt: skip
+        xlabel="bytes per token of the body, % of bfloat16",
+        ylabel="mean KL divergence from the full-precision cache (nats)",
+        yscale="log",
+        title=title,
+    )
     axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
