@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvjax.codecs.codec import FEW as FEW_ROWS
-from kvjax.codecs.codec import SINGLY, plain_scores
+from kvjax.codecs.codec import FEW_ROWS, SINGLE_ROWS, plain_scores
 from kvjax.core.array_ops import FEW, contract_last
 
 
@@ -43,7 +42,7 @@ def test_no_copy_of_the_weights_is_made(rows, dtype):
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("rows", [1, SINGLY, SINGLY + 1, FEW_ROWS - 1, FEW_ROWS])
+@pytest.mark.parametrize("rows", [1, SINGLE_ROWS, SINGLE_ROWS + 1, FEW_ROWS - 1, FEW_ROWS])
 def test_scores_in_every_form(batch, rows):
     """Few queries in float32, in the order that CPUs are fast in."""
     rng = np.random.default_rng(0)
