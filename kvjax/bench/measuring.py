@@ -158,22 +158,22 @@ def measure(
         shape, drawn = (batch, prompt), np.random.default_rng(prompt)
         tokens = drawn.integers(0, lm.config.vocab_size, shape, np.int32)
         timed = {name: PolicyTimer(lm, policies[name], tokens, steps, drawing) for name in names}
-        most = min(each.max_rewind for each in timed.values())
+        most = min(timer.max_rewind for timer in timed.values())
         if most < 1:
             raise ValueError("a ring without slack can't rewind a step: give it slack=")
-        for each in timed.values():
-            each.steps = most
+        for timer in timed.values():
+            timer.steps = most
         for repeat in range(repeats + 1):
             first = repeat % len(names)
             for name in names[first:] + names[:first]:
                 timed[name].run(counted=repeat > 0, prefill=prefill)
-        for each in timed.values():
-            each.drop()
+        for timer in timed.values():
+            timer.drop()
         timers += timed.items()
     # Before measuring the bandwidth, whose arrays are not part of the cache.
     peak, peak_of = peak_memory()
     bandwidth = measure_bandwidth() if bandwidth is None else bandwidth
-    cells = tuple(_cell(lm, bandwidth.read, *each) for each in timers)
+    cells = tuple(_cell(lm, bandwidth.read, name, timer) for name, timer in timers)
     device = jax.local_devices()[0]
     return Bench(
         device.device_kind,
@@ -207,7 +207,7 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
         name,
         steps,
         ms=1000 * whole,
-        every_ms=tuple(1000 * each for each in seconds["whole"]),
+        every_ms=tuple(1000 * s for s in seconds["whole"]),
         tokens_per_second=batch / whole,
         weight_bytes=weights,
         cache_bytes=cache,
@@ -228,9 +228,9 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
     )
 
 
-def _numbers(name: str, given: Sequence[int]) -> list[int]:
+def _numbers(name: str, values: Sequence[int]) -> list[int]:
     """Distinct positive integers."""
-    numbers = list(dict.fromkeys(as_int(name, number, 1) for number in given))
+    numbers = list(dict.fromkeys(as_int(name, number, 1) for number in values))
     if not numbers:
         raise ValueError(f"no {name} to measure")
     return numbers

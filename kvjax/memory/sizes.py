@@ -41,7 +41,7 @@ def abstract_cache(
     By default layers are not stacked, since sizes are computed per layer.
     """
     policies = per_layer(CachePolicy() if choice is None else choice, config)
-    grown = [replace(each, layout=each.layout.starting_at(max_len)) for each in policies]
+    grown = [replace(x, layout=x.layout.starting_at(max_len)) for x in policies]
     budget = budget_of(choice)
     policies = grown if budget is None else Auto(grown, budget.memory, budget.placement)
     make = functools.partial(

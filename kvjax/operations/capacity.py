@@ -112,10 +112,10 @@ def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
     """The layouts of a cache after growing to ``to`` tokens per row."""
     policies = [layer.policy for layer in cache.layers]
     return [
-        each.layout
-        if each.layout.limit is None or each.layout.limit >= to
-        else replace(each, layout=each.layout.grown(to)).with_pool(cache.batch).layout
-        for each in policies
+        policy.layout
+        if policy.layout.limit is None or policy.layout.limit >= to
+        else replace(policy, layout=policy.layout.grown(to)).with_pool(cache.batch).layout
+        for policy in policies
     ]
 
 

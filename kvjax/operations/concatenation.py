@@ -88,11 +88,11 @@ def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
     """Concatenate caches if at least one has pages."""
     first, policies = caches[0], [[layer.policy for layer in cache.layers] for cache in caches]
     sharded = first.spread is not None and first.spread.rows > 1
-    if sharded or any(each != policies[0] for each in policies):
+    if sharded or any(other != policies[0] for other in policies):
         # Rows may change their device or policy, so they can't keep their pages.
         whole = _concatenate_unpaged([without_pages(cache) for cache in caches])
         paged_policies = [
-            _with_pages([each[entry] for each in policies], layer.policy, whole.batch)
+            _with_pages([own[entry] for own in policies], layer.policy, whole.batch)
             for entry, layer in enumerate(whole.layers)
         ]
         return with_policies(whole, paged_policies)
@@ -125,7 +125,7 @@ def _page_arrays(cache: KVCache) -> list[int]:
 
 def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
     """``joined`` in pages as in the first policy, with a pool for the pages of all policies."""
-    layouts = [paged(each.layout) for each in policies]
+    layouts = [paged(policy.layout) for policy in policies]
     first = layouts[0]
     if first is None:
         return joined
@@ -162,8 +162,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
     try:
         layout = functools.reduce(lambda a, b: a.joined(b), layouts)
     except ValueError:
-        order = lambda each: (each.window is None, each.limit is not None, -each.slots)  # noqa: E731
-        layout = min(layouts, key=order)
+        layout = min(layouts, key=lambda x: (x.window is None, x.limit is not None, -x.slots))
         if len({_visible_range(layer) for layer in layers}) > 1:
             layout = None
     if layout is None or any(layer.policy.storage_key != first.storage_key for layer in layers):

@@ -75,22 +75,22 @@ class Quality:
 
 
 def compute_quality(
-    each: np.ndarray,
+    comparisons: np.ndarray,
     size: CacheBytes,
     step_ms: float | None = None,
     full: CacheBytes | None = None,
 ) -> Quality:
     """Metrics from per-token comparisons.
 
-    ``each``: float[4, windows, tokens]: the target's nats with full precision and with the policy,
-    the divergence, and whether both predict the same token first.
+    ``comparisons``: float[4, windows, tokens]: the target's nats with full precision and with the
+    policy, the divergence, and whether both predict the same token first.
     """
-    by_position, start, context = {}, 0, each.shape[2] + 1
+    by_position, start, context = {}, 0, comparisons.shape[2] + 1
     while start < context:
         end = min(max(FIRST_RANGE, 2 * start), context)
-        by_position[end] = _metrics(each[:, :, start:end].reshape(4, -1))
+        by_position[end] = _metrics(comparisons[:, :, start:end].reshape(4, -1))
         start = end
-    return Quality(_metrics(each.reshape(4, -1)), by_position, size, step_ms, full)
+    return Quality(_metrics(comparisons.reshape(4, -1)), by_position, size, step_ms, full)
 
 
 def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
@@ -134,7 +134,9 @@ def _in_body(policy: CachePolicy, tokens: int) -> int:
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     """The policies that no other beats in both bytes and mean divergence, smallest first."""
-    at = {name: (each.bytes.body, each.overall.mean_kl) for name, each in qualities.items()}
+    at = {
+        name: (quality.bytes.body, quality.overall.mean_kl) for name, quality in qualities.items()
+    }
     front: list[str] = []
     for name in sorted(at, key=at.__getitem__):
         if not front or at[name][1] < at[front[-1]][1]:
@@ -142,8 +144,8 @@ def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
     return front
 
 
-def _metrics(each: np.ndarray) -> PredictionMetrics:
-    exact_nats, nats, divergence, same = each.astype(np.float64)
+def _metrics(comparisons: np.ndarray) -> PredictionMetrics:
+    exact_nats, nats, divergence, same = comparisons.astype(np.float64)
     return PredictionMetrics(
         tokens=len(nats),
         perplexity=math.exp(nats.mean()),

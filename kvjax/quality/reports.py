@@ -19,14 +19,14 @@ def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
     Columns: bytes of a row, relative to bfloat16, encoded tokens, perplexity, divergence, top-1.
     """
     first = next(iter(qualities.values()))
-    overall, timed = first.overall, any(each.step_ms is not None for each in qualities.values())
+    overall, timed = first.overall, any(q.step_ms is not None for q in qualities.values())
     head = ["policy", "kB a row", "of bf16", "encoded", "perplexity", "mean KL", "top-1"]
     exact = [f"{overall.perplexity / overall.perplexity_ratio:.3f}", "0", "100.00 %"]
     rows = [head, ["full precision", *_size_row(first.full), *exact]]
-    for name, each in qualities.items():
-        f = each.overall
+    for name, quality in qualities.items():
+        f = quality.overall
         figures = [f"{f.perplexity:.3f}", f"{f.mean_kl:.2g}", f"{100 * f.top1:.2f} %"]
-        rows.append([name, *_size_row(each.bytes), *figures])
+        rows.append([name, *_size_row(quality.bytes), *figures])
     if timed:
         times = ["" if q.step_ms is None else f"{q.step_ms:.1f}" for q in qualities.values()]
         rows = [[*row, more] for row, more in zip(rows, ["ms a step", "", *times], strict=True)]
