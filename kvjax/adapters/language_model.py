@@ -54,7 +54,7 @@ def language_model(
         row, or None if all are real. Logits: [batch, new, vocab]. Two more parameters are optional.
         ``last_only`` is True if only the logits of each row's last real token are needed; then
         they may be [batch, 1, vocab]. ``max_len`` is the length for length-dependent rotary
-        frequencies if there is no cache. Programs are compiled once per function, so don't define
+        frequencies without a cache. Programs are compiled once per function, so don't define
         the function anew for every call.
       config: an object or a mapping with ``num_hidden_layers``, ``num_key_value_heads``,
         ``head_dim`` and ``vocab_size``, as in Transformers, whose configs work too. ``dtype``, used

@@ -49,7 +49,7 @@ class ModelShape:
     context: int | None = None
     windows: tuple[int | None, ...] | None = None
 
-    apply = None  # there are no weights
+    apply = None  # a shape has no weights
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
