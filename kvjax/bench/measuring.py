@@ -138,8 +138,8 @@ def measure(
       drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
 
     Raises:
-      ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for the
-        model, or a ring has no slack to rewind a step.
+      ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for
+        the model, or a ring has no slack to rewind a step.
       NonFiniteError: if the model returns logits that are not finite.
     """
     if not policies:
