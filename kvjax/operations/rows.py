@@ -45,7 +45,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
 
     Raises:
       ValueError: if ``rows`` is not a list of integers, or has an index out of range (if traced:
-        the nearest row is take and gets the status ``NO_SUCH_ROW``).
+        the nearest row is taken and gets the status ``NO_SUCH_ROW``).
     """
     cache = validated("kvjax.select", cache, between=False)
     index = as_int_array("rows must be a list of integers", rows)
