@@ -21,8 +21,11 @@ ARRAY_BYTES = 2**28
 class Bandwidth:
     """Memory bandwidth in bytes per second.
 
-    ``read``: the fastest reduction. ``copy``: the fastest copy, counting bytes read and written.
-    ``methods``: every method by name. ``array_bytes``: size of the array.
+    Attributes:
+      read: the fastest reduction.
+      copy: the fastest copy, counting bytes read and written.
+      methods: every method by name.
+      array_bytes: bytes of the array.
     """
 
     read: float

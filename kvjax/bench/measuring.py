@@ -61,11 +61,19 @@ class Split:
 class Cell:
     """Results of a policy for one batch and prompt length.
 
-    ``ms``: milliseconds of a step for all rows, the median over runs of ``steps``; ``every_ms``: of
-    each run. ``weight_bytes``, ``cache_bytes``: bytes that a step must read; ``bandwidth``: these
-    bytes per second of a step; ``of_read``: relative to the device's read bandwidth. ``capacity``:
-    of the cache in tokens; ``allocated``: its bytes by place. ``prefill_ms``: of all rows' prompts,
-    None if not measured.
+    Attributes:
+      batch, prompt, policy, steps: rows, prompt tokens, name of the policy, and steps per run.
+      ms: median milliseconds of a step, for all rows.
+      every_ms: milliseconds of a step in each run.
+      tokens_per_second: of all rows.
+      weight_bytes, cache_bytes: bytes that a step must read.
+      bandwidth: these bytes per second.
+      of_read: ``bandwidth`` relative to the device's read bandwidth.
+      split: the parts of a step.
+      prefill_ms, prefill_tokens_per_second: of all rows' prompts; None if not measured.
+      capacity: tokens per row of the cache.
+      allocated: bytes of the cache, by place.
+      compile_seconds, compilations: in the first repeat.
     """
 
     batch: int
@@ -92,9 +100,14 @@ class Cell:
 class Bench:
     """Results for all batches, prompts and policies on a device.
 
-    ``left_out``: a sentence per prompt that is too long for the model. ``peak_bytes``: peak memory
-    use since the process started, with two caches per policy, or None if unknown. ``peak_of``:
-    where it was counted, device or process.
+    Attributes:
+      device, platform, jax, dtype: the device, its platform, JAX's version, and the model's dtype.
+      bandwidth: of the device.
+      cells: results by batch, prompt and policy.
+      left_out: a sentence per prompt that is too long for the model.
+      peak_bytes: peak memory use since the process started, with two caches per policy, or None if
+        unknown.
+      peak_of: where ``peak_bytes`` was counted, device or process.
     """
 
     device: str

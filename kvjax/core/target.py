@@ -20,8 +20,9 @@ _SHARED = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}
 class Target:
     """The type of device that a program is traced for.
 
-    ``platform``: cpu, gpu or tpu. ``capability``: the compute capability of an NVIDIA GPU, such as
-    (8, 0), or None.
+    Attributes:
+      platform: cpu, gpu or tpu.
+      capability: the compute capability of an NVIDIA GPU, such as (8, 0), or None.
     """
 
     platform: str
@@ -94,12 +95,17 @@ def on_cpu() -> bool:
 class DeviceSpec:
     """The data sheet of a device type.
 
-    ``platform``: gpu or tpu. ``memory``: bytes. ``bandwidth``: of the memory, in bytes per second.
-    ``name``: the name that the compiler or driver uses, if it is not the key in ``DEVICE_SPECS``.
-
-    TPUs: ``topologies`` lists known topologies in chips; ``devices_per_chip`` counts JAX devices.
-    GPUs: ``cores`` counts streaming multiprocessors, ``clock`` is in GHz, ``l2`` is the L2 cache in
-    bytes, and ``capability`` is the compute capability.
+    Attributes:
+      platform: gpu or tpu.
+      memory: bytes.
+      bandwidth: of the memory, in bytes per second.
+      topologies: known topologies of TPUs, in chips.
+      name: the name that the compiler or driver uses, if it is not the key in ``DEVICE_SPECS``.
+      cores: streaming multiprocessors of a GPU.
+      clock: of a GPU, in GHz.
+      l2: bytes of a GPU's L2 cache.
+      capability: compute capability of a GPU.
+      devices_per_chip: JAX devices per TPU chip.
     """
 
     platform: str

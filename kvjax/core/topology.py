@@ -218,8 +218,11 @@ def _smallest_topology(name: str, count: int) -> str:
 class _Multiprocessor(NamedTuple):
     """A streaming multiprocessor.
 
-    ``shared``: bytes of shared memory; ``reserved``: bytes of it that a block can't use.
-    ``threads``: most resident threads. ``units``: floating-point units.
+    Attributes:
+      shared: bytes of shared memory.
+      reserved: bytes of shared memory that a block can't use.
+      threads: most resident threads.
+      units: floating-point units.
     """
 
     shared: int

@@ -46,17 +46,24 @@ from kvjax.policies.presets import PolicyChoice
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Memory and traffic of a model with a cache on a device, in bytes, from its compiler.
+    """Memory and traffic of a model with a cache on a device, from its compiler.
 
     On a mesh all numbers are per device.
 
-    ``device``: its name. ``memory`` and ``bandwidth`` (bytes per second): from the data sheet, None
-    for unknown devices. ``weights``. ``cache``: by place. ``temporaries``: the larger of a decode
-    step and of a prompt chunk. ``code``: approximate size of both programs, if the compiler reports
-    it. ``moved``: device memory traffic per step when every row is full, counted in the compiled
-    program. ``ideal``: the weights and the stored cache, read once. ``layers``: number of layers
-    that were compiled. ``devices``: of the mesh. ``collectives``: number per step, and ``sent``:
-    bytes that a device sends in them.
+    Attributes:
+      device: name of the device.
+      memory, bandwidth: bytes, and bytes per second, from the data sheet; None for unknown devices.
+      weights: bytes of the parameters.
+      cache: bytes of the cache, by place.
+      temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
+      code: approximate bytes of both programs, if the compiler reports them.
+      moved: device memory traffic in bytes per step when every row is full, counted in the compiled
+        program.
+      ideal: bytes of the weights and of the stored cache, read once.
+      layers: number of layers that were compiled.
+      devices: number of devices of the mesh.
+      collectives: number of collectives per step.
+      sent: bytes that a device sends in the collectives of a step.
     """
 
     device: str

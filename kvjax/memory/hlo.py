@@ -12,8 +12,10 @@ from typing import NamedTuple
 class Result(NamedTuple):
     """An array that an instruction produces.
 
-    ``text``: shape and layout as written. ``nbytes``: without padding of tiles. ``memory``: 0 is
-    the device's main memory, 1 a TPU's VMEM, 5 host memory.
+    Attributes:
+      text: shape and layout as written.
+      nbytes: bytes without padding of tiles.
+      memory: 0 for the device's main memory, 1 for a TPU's VMEM, 5 for host memory.
     """
 
     text: str
@@ -25,10 +27,12 @@ class Result(NamedTuple):
 class Instruction:
     """An HLO instruction.
 
-    ``kind``: the opcode, without ``-start``, and with the target of a custom call. ``started``:
-    whether it starts an asynchronous operation. ``results``: its arrays, those in a tuple
-    separately. ``called``: the computations that it runs or chooses from. ``number``: the number of
-    a parameter, else -1.
+    Attributes:
+      kind: the opcode, without ``-start``, and with the target of a custom call.
+      started: whether it starts an asynchronous operation.
+      results: its arrays; those in a tuple are listed separately.
+      called: the computations that it runs or chooses from.
+      number: the number of a parameter, else -1.
     """
 
     name: str
@@ -285,7 +289,10 @@ _GROUP_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 class Collective:
     """A collective operation.
 
-    ``kind``: its opcode. ``bytes``: of a device's result. ``devices``: of a group.
+    Attributes:
+      kind: its opcode.
+      bytes: bytes of a device's result.
+      devices: number of devices that communicate with each other.
     """
 
     kind: str

@@ -77,11 +77,16 @@ def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
 class InferenceLimits:
     """Limits for ``generate``. Requests that exceed them raise an error before any allocation.
 
-    ``max_batch_size``: rows. ``max_seq_len``: tokens per row, prompt and new tokens together.
-    ``cache_memory_ratio``: the fraction of (device memory - weights - temporaries) that the cache
-    may take. A cache passed to ``generate`` is not checked, since its memory is already allocated.
-    ``device_memory``: bytes; by default the device reports it. ``prefetch_steps``: how far
-    ``generate_batches`` works ahead, in batches, and in layers of the next batch's cache.
+    A cache passed to ``generate`` is not checked, since its memory is already allocated.
+
+    Attributes:
+      max_batch_size: largest number of rows.
+      max_seq_len: most tokens per row, prompt and new tokens together.
+      cache_memory_ratio: the fraction of (device memory - weights - temporaries) that the cache may
+        take.
+      device_memory: bytes; by default the device reports it.
+      prefetch_steps: how far ``generate_batches`` works ahead, in batches, and in layers of the
+        next batch's cache.
     """
 
     max_batch_size: int | None = None
@@ -171,10 +176,12 @@ def available_memory(
 class CacheFit:
     """How a cache fits into a device's memory.
 
-    ``name``: of the policy. ``cache``: bytes on a device. ``host``: bytes on the host. ``allowed``:
-    bytes that the cache may take on a device. ``largest_batch``: the largest batch at this length.
-    ``largest_len``: the greatest length at this batch. Both are 0 if not even 1 fits, and None if
-    the device's memory sets no limit.
+    Attributes:
+      name: name of the policy.
+      cache, host: bytes of the cache on a device, and on the host.
+      allowed: bytes that the cache may take on a device.
+      largest_batch: the largest batch at this length; 0 if not even 1 fits, None without a limit.
+      largest_len: the greatest length at this batch; 0 if not even 1 fits, None without a limit.
     """
 
     name: str

@@ -29,10 +29,12 @@ WIDTH = 64
 class PoolMap:
     """The pages of a pool, which the layers of a page group share.
 
-    ``layers``: indices in ``KVCache.layers``; in a stacked cache, indices of the model's layers.
-    ``page_size``: tokens per page. ``page_bytes``: bytes of a page in all of these layers.
-    ``owners``: int[pages], the row that owns each page, or ``FREE``, ``HELD`` or ``SHARED``.
-    ``wasted``: the fraction of empty slots in pages that rows own.
+    Attributes:
+      layers: indices in ``KVCache.layers``; in a stacked cache, indices of the model's layers.
+      page_size: tokens per page.
+      page_bytes: bytes of a page in all of these layers.
+      owners: int[pages], the row that owns each page, or ``FREE``, ``HELD`` or ``SHARED``.
+      wasted: the fraction of empty slots in pages that rows own.
     """
 
     layers: tuple[int, ...]

@@ -43,18 +43,22 @@ PREFILL_CHUNK = 512
 class Plan:
     """Memory and operations of a model with a cache.
 
-    In bytes: ``weights``; ``cache``, by place; ``token``, one more token of a row, by place;
-    ``temporaries``, the larger of a decode step and of a prompt chunk; ``source`` says whether they
-    are compiled or estimated.
+    If devices share the work, all numbers are per device.
 
-    Per decode step at ``length`` tokens per row: ``operations``, additions and multiplications;
-    ``moved``, the bytes read, which are the weights and the filled part of the cache. The fields
-    ``..._uncached`` are the same without a cache, where every step computes the whole sequence;
-    they count weights once and no activations.
-
-    ``beyond_context``: the tokens of ``max_len`` beyond the model's training length.
-
-    If ``devices`` share the work, all numbers are per device.
+    Attributes:
+      batch, max_len: rows and tokens per row of the cache.
+      length: tokens per row at the decode step that is counted.
+      devices: number of devices that share the work.
+      weights: bytes of the parameters.
+      cache: bytes of the cache, by place.
+      token: bytes of one more token of a row, by place.
+      temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
+      source: whether ``temporaries`` is compiled or estimated.
+      operations: additions and multiplications of a decode step.
+      operations_uncached: the same without a cache, where every step computes the whole sequence.
+      moved: bytes that a decode step reads: the weights and the filled part of the cache.
+      moved_uncached: the same without a cache. Weights count once and activations not at all.
+      beyond_context: the tokens of ``max_len`` beyond the model's training length.
     """
 
     batch: int

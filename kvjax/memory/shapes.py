@@ -29,10 +29,12 @@ _UNSUPPORTED = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora
 class ModelShape:
     """A decoder as numbers, to plan for models that kvjax can't run.
 
-    ``gated``: whether the feed-forward part has three matrices instead of two. ``tied``: whether
-    the head is the token embedding. ``learned_positions``: rows of a position embedding, or 0.
-    ``context``: training length, if known. ``windows``: one per layer, None for full attention;
-    None if no layer has a window.
+    Attributes:
+      gated: whether the feed-forward part has three matrices instead of two.
+      tied: whether the head is the token embedding.
+      learned_positions: rows of a position embedding, or 0.
+      context: training length in tokens, if known.
+      windows: one per layer, None for full attention; None if no layer has a window.
     """
 
     num_hidden_layers: int

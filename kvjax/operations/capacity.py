@@ -187,8 +187,11 @@ def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
 class Move:
     """A layer that ``make_room`` has moved.
 
-    ``layer``: index in ``KVCache.layers``. ``place``: where the layer is now. ``bytes``: size of
-    its body. ``tokens``: tokens per row that room was made for.
+    Attributes:
+      layer: index in ``KVCache.layers``.
+      place: where the layer is now.
+      bytes: bytes of its body.
+      tokens: tokens per row that room was made for.
     """
 
     layer: int

@@ -21,10 +21,13 @@ FIRST_RANGE = 512
 class PredictionMetrics:
     """How a policy changes the predictions of some tokens.
 
-    ``tokens``: their number. ``perplexity``: of the text. ``perplexity_ratio``: relative to the
-    full-precision cache. ``mean_kl``, ``median_kl``, ``high_kl``: mean, median and 99.9th
-    percentile of the Kullback-Leibler divergence from the full-precision predictions, in nats.
-    ``top1``: fraction of tokens where both predict the same token first.
+    Attributes:
+      tokens: number of tokens.
+      perplexity: of the text.
+      perplexity_ratio: relative to the full-precision cache.
+      mean_kl, median_kl, high_kl: mean, median and 99.9th percentile of the Kullback-Leibler
+        divergence from the full-precision predictions, in nats.
+      top1: fraction of tokens where both predict the same token first.
     """
 
     tokens: int
@@ -40,12 +43,15 @@ class PredictionMetrics:
 class CacheBytes:
     """Bytes of a cache.
 
-    Per token of all layers: ``body``, ``scales`` (its scales, zero points and means), and
-    ``of_bfloat16``, the body relative to bfloat16. Per row: ``tail``, at any length.
-
-    For a row of ``tokens``: ``encoded``, the number of tokens that the last query sees in encoded
-    form, in the layer with the most; ``row``, the bytes of its tail and of the filled part of its
-    body; ``row_of_bfloat16``, relative to all its tokens in bfloat16.
+    Attributes:
+      body: bytes per token, in all layers.
+      scales: the part of ``body`` that is scales, zero points and means.
+      tail: bytes per row, at any length.
+      of_bfloat16: ``body`` relative to bfloat16.
+      tokens: tokens of the row that the next three count.
+      encoded: tokens that the last query sees in encoded form, in the layer with the most.
+      row: bytes of the row's tail and of the filled part of its body.
+      row_of_bfloat16: ``row`` relative to all its tokens in bfloat16.
     """
 
     body: float
@@ -62,9 +68,12 @@ class CacheBytes:
 class Quality:
     """The metrics of a policy.
 
-    ``overall``: of all tokens. ``by_position``: of ranges of positions, by the end of the range.
-    ``bytes``: of its cache. ``step_ms``: median milliseconds of a decode step at the end of a
-    window, if timed. ``full``: bytes of the full-precision cache, if it is one of kvjax.
+    Attributes:
+      overall: metrics of all tokens.
+      by_position: metrics of ranges of positions, by the end of the range.
+      bytes: bytes of the cache.
+      step_ms: median milliseconds of a decode step at the end of a window, if timed.
+      full: bytes of the full-precision cache, if it is one of kvjax.
     """
 
     overall: PredictionMetrics
