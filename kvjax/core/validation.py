@@ -44,7 +44,7 @@ def short_repr(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def as_list(name: str, value: object, expected: str) -> list[Any]:
+def as_list(name: str, value: Any, expected: str) -> list[Any]:
     """``list(value)``, or a ``ValueError`` with the argument's name if it is not iterable."""
     try:
         return list(value)
