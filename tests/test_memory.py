@@ -1,4 +1,4 @@
-"""Planning: bytes that are really allocated, operations counted by hand, limits that are kept."""
+"""Plans against allocated bytes and operations counted by hand, and limits."""
 
 import json
 import math
@@ -41,7 +41,7 @@ POLICIES = {
     "2 bits, window": kvjax.policy("sliding_window", window=130, bits=2),
     "float8": kvjax.CachePolicy(keys=Float8(), values=Float8(), recent=2),
 }
-"""Ten configurations whose bytes are compared with what is allocated."""
+"""Ten configurations whose planned and allocated bytes are compared."""
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -63,7 +63,7 @@ def test_planned_bytes_are_allocated(name):
 
 
 def test_nothing_is_allocated():
-    """The shape of a model of 65 billion weights is planned for in this process."""
+    """A model of 65 billion parameters can be planned for in this process."""
     before = len(alive())
     shape = ModelShape(80, 8192, 22016, 64, 64, 128, 32000)
     found = plan(shape, kvjax.policy(bits=4), batch=16, max_len=32768)
@@ -102,7 +102,7 @@ def test_estimates_are_rather_too_high(bits):
 
 
 def test_operations_and_bytes_counted_by_hand():
-    """Two layers, one of which sees 9 tokens back, behind 100 tokens."""
+    """Two layers after 100 tokens; one has a window of 9."""
     config = MODEL.config
     hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
     kv = config.num_key_value_heads * head_dim
@@ -190,7 +190,7 @@ def test_what_fits_is_the_largest_that_does(full):
             assert room.largest_len is None and room.fits
             continue
         assert room.largest_len
-        if room.name not in ("static", "4 bits") and not full:  # bits are alike
+        if room.name not in ("static", "4 bits") and not full:  # 8 and 2 bits behave like 4
             continue
         for more in (0, 1):  # the largest fits, and one more does not
             at = {"batch": room.largest_batch + more, "max_len": 4096}
@@ -417,7 +417,7 @@ def test_the_page_has_the_tables():
 
 
 def test_windows_of_a_config_by_its_family():
-    """What a file leaves out is what Transformers' class of it has; what is no number is told."""
+    """Missing values have the defaults of Transformers; wrong values raise an error."""
     gemma = {"model_type": "gemma2", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 99,
              "num_hidden_layers": 4, "sliding_window": 16}  # fmt: skip
     assert ModelShape.from_config(gemma).windows == (16, None, 16, None)
@@ -438,7 +438,7 @@ def test_the_plan_of_a_config_of_another_family(tmp_path):
 
 
 def test_layers_fetched_ahead_are_planned_for(tiny_llama):
-    """By the plan, by what fits, and by the limits."""
+    """In the plan, in ``what_fits`` and in the limits."""
     plain, ahead = (kvjax.policy("offloaded_static", prefetch=k) for k in (0, 1))
     body = kvjax.memory.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["host"]
     model = tiny_llama.architecture
@@ -458,7 +458,7 @@ def test_layers_fetched_ahead_are_planned_for(tiny_llama):
 
 
 def test_what_fits_of_an_automatic_cache():
-    """As many rows as it has room for with all layers on the host, not multiples of one row."""
+    """The largest batch has all layers on the host; it is no multiple of a single row."""
     model = Architecture(tiny_config())
     policy = kvjax.Auto(kvjax.policy("dynamic"), 500_000)
     (room,) = kvjax.memory.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})

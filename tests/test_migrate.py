@@ -1,4 +1,4 @@
-"""Layers in other places: moved there and back, and moved to keep to a memory."""
+"""Layers moved between devices and host, by hand and to stay within a memory budget."""
 
 from dataclasses import replace
 
@@ -52,8 +52,8 @@ def memories(cache):
     ],
 )
 def test_there_and_back(layout, codec):
-    """A hundred times, at last with half of the layers: nothing drifts, nothing is left behind, and
-    the text goes on as it would have."""
+    """A hundred moves, the last ones with half of the layers: no value changes, no array leaks, and
+    generation continues unchanged."""
     codec = Raw() if codec == "raw" else CODECS[codec]
     cache = filled(LAYOUTS[layout][0], codec)
     wanted, held = APPLY(TEXT[:, 48:52], cache)
@@ -98,13 +98,13 @@ def test_a_text_goes_on_from_the_host(layers, codec):
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
 def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
-    """And what has moved is deleted; a fork of it is not."""
+    """The old arrays are deleted; those of a fork are not."""
     codec = Raw() if codec == "raw" else CODECS[codec]
     cache = filled(Dense(), codec)
     kept = kvjax.fork(cache)
     jax.block_until_ready((cache, kept))
     before = sum(x.nbytes for x in alive())
-    # A raw layer has a tail on the host.
+    # A raw layer has a tail only on the host.
     there = kvjax.init_cache(MODEL.config, kvjax.CachePolicy(
         Dense(), codec, codec, kvjax.Host(), block=BLOCK), batch=2, max_len=128)  # fmt: skip
     largest = max(tree_bytes(layer) for layer in there.layers)
@@ -120,7 +120,7 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
 
     monkeypatch.setattr(kvjax.Host, "store", watched)
     moved = kvjax.migrate(cache, kvjax.Host())
-    more = tree_bytes(moved.layers) - tree_bytes(kept.layers)  # tails that were not there
+    more = tree_bytes(moved.layers) - tree_bytes(kept.layers)  # the new tails
     assert len(seen) >= 4 and 0 < max(seen) <= largest + more
     assert all(x.is_deleted() for layer in cache.layers for x in jax.tree.leaves(layer.keys))
     assert not any(x.is_deleted() for x in jax.tree.leaves((moved, kept)))
@@ -129,7 +129,7 @@ def test_no_more_than_a_layer_is_held_twice(monkeypatch, codec):
 
 
 def test_layers_stay_beside_their_cache():
-    """On its device, whatever the default is; one CPU has only one, so the context tells."""
+    """On the cache's device, not the default. A CPU has one device, so check the context."""
     cache = filled(Growing(start=64), Raw())
     seen = []
     store = kvjax.Host.store
@@ -172,14 +172,14 @@ def test_wrong_moves_are_refused():
         jax.jit(lambda c: kvjax.make_room(c, 64)[0])(cache)
 
 
-# Keeping to a memory.
+# Memory budgets.
 
 
 def test_the_last_layers_go_first_and_come_back_late():
     budget, sizes = Budget(100), [LayerBytes(40, 5, 40)] * 3
     assert budget.offloaded(sizes[:2], ()) == frozenset()
     assert budget.offloaded(sizes, ()) == {2}
-    # Back only where a quarter stays free: 45 of 100 bytes, but not 80.
+    # A layer returns only if a quarter stays free: with 45 of 100 bytes, but not with 80.
     assert budget.offloaded(sizes[:2], {0, 1}) == {1}
     assert budget.offloaded([LayerBytes(30, 5, 30)] * 2, {0, 1}) == frozenset()
     with pytest.raises(ValueError, match=r"may use 10 bytes of the device.* need 15"):
@@ -187,7 +187,7 @@ def test_the_last_layers_go_first_and_come_back_late():
 
 
 def test_room_is_kept_for_a_layer_that_grows_or_moves():
-    """The largest of those on the device that may; of one that can't leave, or grow, none."""
+    """Space for the largest layer that may grow or move; none for others."""
     sizes = [LayerBytes(40, 5, 40, True), LayerBytes(20, 5, 20, True), LayerBytes(30, 30, 30, True)]
     assert Budget(130).offloaded(sizes, ()) == frozenset()  # 90, and 40 of them twice
     assert Budget(129).offloaded(sizes, ()) == {1}  # 75, and 40
@@ -202,14 +202,14 @@ def test_room_is_kept_for_a_layer_that_grows_or_moves():
 def test_what_is_fetched_ahead_counts():
     sizes = [LayerBytes(40, 5, 40)] * 4
     assert Budget(100).offloaded(sizes, ()) == {2, 3}
-    # One more on the host would not help: two bodies are fetched, and what is left is too much.
+    # Another layer on the host would not help: two fetched bodies and the rest are too large.
     assert Budget(100, kvjax.Host(prefetch=1)).offloaded(sizes, ()) == {0, 1, 2, 3}
     with pytest.raises(ValueError, match="tokens and the prefetched layers need 100"):
         Budget(99, kvjax.Host(prefetch=1)).offloaded(sizes, ())
 
 
 def stored(bits, layout, place=None):
-    """Small blocks: of short texts, tails would be most of what there is."""
+    """Small blocks, because tails would dominate short sequences."""
     codec = Raw() if bits == 16 else CODECS["int4"]
     return kvjax.CachePolicy(layout, codec, codec, place or kvjax.Device(), block=16)
 
@@ -218,7 +218,7 @@ GROWING = Growing(start=64)
 
 
 def sizes_of(lm, bits, tokens, batch=2):
-    """Bytes of the device: of a layer there, and of one on the host."""
+    """Bytes on the device: of a layer there, and of a layer on the host."""
     each = [
         kvjax.memory.cache_nbytes(
             lm.config, stored(bits, Dense(), place), batch=batch, max_len=tokens
@@ -229,19 +229,19 @@ def sizes_of(lm, bits, tokens, batch=2):
 
 
 def auto(lm, bits, layout=GROWING):
-    """A memory that has room for one layer of two when rows have 512 tokens."""
+    """A budget for one of two layers when rows have 512 tokens."""
     layer, tail = sizes_of(lm, bits, 512)
     return kvjax.Auto(stored(bits, layout), 2 * layer + tail)
 
 
 PROMPTS = ["A cache of keys and values" * 9, "abc"]
 AT = {"max_new_tokens": 40, "eos_token_ids": ()}
-"""Rows have 256 tokens at first, and 512 in the end."""
+"""Rows have 256 tokens first, and 512 in the end."""
 
 
 @pytest.mark.parametrize("bits", [pytest.param(bits, marks=pytest.mark.rare) for bits in (16, 4)])
 def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
-    """It moves layers out, each once, goes on as without a limit, and never holds more."""
+    """Layers move out once each; results are those without a budget, which is not exceeded."""
     layers, policy = tiny_llama.config.num_hidden_layers, auto(tiny_llama, bits)
     wanted = kvjax.generate(tiny_llama, PROMPTS, cache=stored(bits, GROWING), **AT)
     found = kvjax.generate(tiny_llama, PROMPTS, cache=policy, **AT)
@@ -262,7 +262,7 @@ def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
 
 @pytest.mark.rare
 def test_layers_come_back_when_there_is_room_again(tiny_llama):
-    """Not to and fro: the same rows leave them where they are."""
+    """Layers don't move back and forth: the same rows leave them where they are."""
     found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), **AT)
     out = places(found.cache).count("host")
     assert out
@@ -276,7 +276,7 @@ def test_layers_come_back_when_there_is_room_again(tiny_llama):
 
 @pytest.mark.rare
 def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
-    """They don't come back for a moment."""
+    """Layers don't move back for a short time."""
     prompts, long = ["A cache of keys and values" * 6, "abc"], {**AT, "max_new_tokens": 300}
     short = {**AT, "max_new_tokens": 3}
     found = kvjax.generate(tiny_llama, prompts, cache=auto(tiny_llama, 4), **short)
@@ -290,7 +290,7 @@ def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
 @pytest.mark.rare
 @pytest.mark.parametrize("layout", [GROWING, pytest.param(Dense(), marks=pytest.mark.rare)])
 def test_more_rows_send_layers_away(tiny_llama, layout):
-    """When they go on, though nothing grows."""
+    """Layers move when rows continue, even if nothing grows."""
     policy, short = auto(tiny_llama, 16, layout), {**AT, "max_new_tokens": 3}
     found = kvjax.generate(tiny_llama, PROMPTS, cache=policy, max_len=512, **short)
     assert set(places(found.cache)) == {"device"}
@@ -321,7 +321,7 @@ def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_lla
 
 @pytest.mark.rare
 def test_a_layer_that_can_not_leave(tiny_llama):
-    """A ring smaller than a tail stays on the device, and is no reason to give up midway."""
+    """A ring smaller than a tail stays on the device, and other layers still move."""
     ring = kvjax.policy("sliding_window", window=8)
     choice, prompt = [stored(16, GROWING), ring], ["abc" * 78]
     away = [stored(16, Dense(), kvjax.Host()), ring]
@@ -335,7 +335,7 @@ def test_a_layer_that_can_not_leave(tiny_llama):
 
 @pytest.mark.slow
 def test_limits_give_auto_its_memory(tiny_llama):
-    """``"auto"`` by name, and one that would have more."""
+    """``"auto"`` by name, and with a larger budget."""
     weights, total = tree_bytes(tiny_llama.params), 100_000_000
     names, at = ("static", "offloaded_static"), {**AT, "max_len": 512}
     whole, least = (
@@ -360,7 +360,7 @@ def test_limits_give_auto_its_memory(tiny_llama):
 
 
 def test_auto_without_a_memory(tiny_llama):
-    """A CPU does not say how much it has."""
+    """A CPU does not report its memory."""
     for choice in ("auto", kvjax.policy("auto")):
         with pytest.raises(ValueError, match="needs memory="):
             kvjax.init_cache(MODEL.config, choice, max_len=64)

@@ -1,4 +1,4 @@
-"""Operations one after another: what a mixed, short, wrapped or rewound cache must survive."""
+"""Sequences of operations on mixed, short, wrapped and rewound caches."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ def stepping(model):
 
 
 def feed(model, params, cache, start, stop, *, rows=1, size=20):
-    """Feed some of the tokens, a few at a time; the last logits and the cache."""
+    """Append tokens in chunks; return the last logits and the cache."""
     step = laws.mixtures if params is None else functools.partial(stepping(model), params)
     logits = None
     while start < stop:
@@ -55,7 +55,7 @@ def positions(cache, layer, row=0):
 
 @pytest.fixture(scope="module")
 def windowed():
-    """The model of nothing but a cache."""
+    """A model that only uses a cache."""
     return tiny_model(windows=(8, 64))[0], None
 
 
@@ -68,7 +68,7 @@ def windowed():
     ],
 )
 def test_a_converted_cache_stays_on_its_device(old, new):
-    """Though that is not the default one; its arrays are where ``init_cache`` would put them."""
+    """Even on another device than the default; arrays are where ``init_cache`` puts them."""
     policies = {
         "static": kvjax.policy("static"),
         "int8": kvjax.policy(bits=8, block=8),
@@ -79,7 +79,7 @@ def test_a_converted_cache_stays_on_its_device(old, new):
             kvjax.init_cache(CONFIG, policies[name], batch=2, max_len=64) for name in (old, new)
         )
         _, cache = feed(None, None, cache, 0, 30, rows=2)
-    cache = commit(cache)  # else JAX would move it to the default one
+    cache = commit(cache)  # otherwise JAX would move it to the default device
     there = [leaf.sharding for leaf in jax.tree.leaves(wanted)]
     for convert in (kvjax.convert, jax.jit(kvjax.convert, static_argnums=1)):
         other = convert(cache, policies[new])
@@ -92,7 +92,7 @@ def test_a_converted_cache_stays_on_its_device(old, new):
     "slacks", [pytest.param(x, marks=pytest.mark.rare) for x in ((20, 2), (2, 20), (4, 30))]
 )
 def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
-    """Each layer lacks what its own old ring had no slack for, and nothing else."""
+    """Each layer lacks only the tokens beyond its old ring's slack."""
     model, params = windowed
     cache = kvjax.init_cache(model.config, kvjax.policy("hybrid", slack=2), batch=2)
     _, cache = feed(model, params, cache, 0, 200, rows=2, size=3)
@@ -144,7 +144,7 @@ def test_sinks_that_fill_more_than_a_coarse_block_are_all_seen():
 
 @pytest.fixture(scope="module")
 def stretched():
-    """Rotary frequencies that depend on the length of the text."""
+    """Rotary frequencies that depend on the length."""
     rope = RopeConfig("dynamic", 10000.0, 1.0, (("factor", 4.0),))
     return tiny_model(windows=(None, None), max_position_embeddings=16, rope=rope)
 
@@ -186,7 +186,7 @@ def test_frequencies_that_depend_on_the_length_need_one(stretched):
 @pytest.mark.parametrize("policy", ["static", kvjax.policy("sliding_window", window=9, sinks=2)])
 @pytest.mark.parametrize("path", ["blocks", "reference"])
 def test_what_is_no_number_goes_with_its_text(policy, path):
-    """A slot that no longer counts may hold NaN: no weight makes that nothing."""
+    """Slots that no longer count may hold NaN, which a weight of 0 would not hide."""
     cache = kvjax.init_cache(CONFIG, policy, batch=2, max_len=64)
     good = np.random.default_rng(0).normal(size=(2, 2, 4, 8)).astype(np.float32)
     queries = np.random.default_rng(1).normal(size=(2, 4, 1, 8)).astype(np.float32)
@@ -337,7 +337,7 @@ def test_caches_of_different_models_are_not_joined():
 
 
 def test_conversion_goes_by_the_layers_of_the_model():
-    """Also where some layers share: a list has one policy for each, as for ``init_cache``."""
+    """Also if layers share caches: the list has one policy per layer, as for ``init_cache``."""
     config = dataclasses.make_dataclass("Shape", [
         "num_hidden_layers", "num_key_value_heads", "head_dim", "dtype", "windows",
         "cache_sources"])(4, 2, 8, "float32", (None, 6, None, 6), (0, 1, 0, 1))  # fmt: skip

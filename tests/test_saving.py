@@ -1,4 +1,4 @@
-"""Caches in files: bit for bit what they were, on other devices what they can be, never half."""
+"""Saved caches: identical when loaded, portable between devices, and replaced atomically."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def fed(apply, params, tokens, cache, lengths):
 
 
 def filled(policy, max_len=64, mesh=None, lengths=((16, 16, 9), (15, 2, 16))):
-    """A cache of three rows, and another number of tokens in each."""
+    """A cache of three rows of different lengths."""
     lm = small() if mesh is None else small().on(mesh)
     cache = kvjax.init_cache(lm.config, policy, batch=3, max_len=max_len, mesh=mesh)
     at = np.zeros(3, np.int64)
@@ -59,7 +59,7 @@ def filled(policy, max_len=64, mesh=None, lengths=((16, 16, 9), (15, 2, 16))):
 
 
 def goes_on(cache, mesh=None):
-    """The logits of four tokens more."""
+    """The logits of four more tokens."""
     lm = small() if mesh is None else small().on(mesh)
     lengths = np.full(3, 4, np.int32)
     return np.asarray(fed(lm.architecture.apply, lm.params, TEXTS[:, -4:], cache, lengths)[0])
@@ -71,7 +71,7 @@ def mesh_of(data, tensor, sequence, first=0):
 
 
 def numbers(cache):
-    """Keys and values at every position that a row has, of each layer."""
+    """Keys and values at every position of every row, per layer."""
     found = []
     for layer in range(2):
         keys, values, positions = map(np.asarray, kvjax.read(cache, layer))
@@ -99,7 +99,7 @@ RARE = (
     "name", [pytest.param(name, marks=[pytest.mark.rare] * (name in RARE)) for name in CELLS]
 )
 def test_a_cache_comes_back_bit_for_bit(name, tmp_path):
-    """It goes on with the same logits, and so it does with twice the room."""
+    """The loaded cache gives the same logits, also with twice the capacity."""
     cache = kvjax.rewind(filled(CELLS[name]), np.array([2, 0, 1]))
     kvjax.save_cache(tmp_path / "a", cache, model=small(), tokens=TEXTS.tolist())
     found, tokens = kvjax.load_cache(tmp_path / "a", model=small())
@@ -122,7 +122,7 @@ def size_of(folder):
 @pytest.mark.slow(but=("static",))
 @pytest.mark.parametrize("policy", ["static", kvjax.policy(bits=8), kvjax.policy("paged")], ids=str)
 def test_what_is_empty_is_not_written(policy, tmp_path):
-    """A short text in a long cache is a small file; and one in its place frees that of before."""
+    """A short sequence in a large cache makes a small file; saving again deletes the old arrays."""
     config = tiny_config(num_hidden_layers=1, windows=(None,))
     keys = np.random.default_rng(0).normal(size=(1, 2, 200, 8)).astype(np.float32)
     cache = kvjax.init_cache(config, policy, batch=1, max_len=65_536)
@@ -178,7 +178,7 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
     ],
 )
 def test_from_an_accelerators_form_and_to_it(name, tmp_path):
-    """Codes stay those that were encoded there, in whichever order a device keeps them."""
+    """Codes are loaded unchanged, whatever their storage order on a device."""
     with tracing_for(Target("tpu")):
         cache = filled(CELLS[name])
         kvjax.save_cache(tmp_path / "tpu", cache)
@@ -191,7 +191,7 @@ def test_from_an_accelerators_form_and_to_it(name, tmp_path):
         assert {x.policy.placement.platform() for x in back.layers} == {"tpu"}
         again = numbers(back)
     for one, two, three in zip(wanted, numbers(here), again, strict=True):
-        kept = min(one.shape[1], two.shape[1])  # a ring's slack is the device's affair
+        kept = min(one.shape[1], two.shape[1])  # a ring's slack depends on the device
         assert kept >= 18 and np.array_equal(one[:, -kept:], two[:, -kept:])
         assert np.array_equal(two, three)
 
@@ -218,7 +218,7 @@ print([logits.tolist(), kvjax.generate(lm, [[7, 8, 9]], cache=cache, max_new_tok
     assert json.loads(found.stdout) == [logits.tolist(), wanted]
 
 
-# Never half.
+# Atomic replacement.
 
 
 def refused(path, message, **more):
@@ -227,7 +227,7 @@ def refused(path, message, **more):
 
 
 def checked(text, old, new):
-    """What stands in ``kvjax.json``, with something else, as if it had been written so."""
+    """The contents of ``kvjax.json`` with a replacement and a matching checksum."""
     assert old in text
     words = json.loads(text.replace(old, new))
     form, _ = words.pop("form"), words.pop("check")
@@ -303,7 +303,7 @@ STEPS = ("mkdir", "save", "finished", "open", "replace", "clean")
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, monkeypatch):
-    """Whichever call it does not come back from."""
+    """In every call that may be interrupted."""
     import orbax.checkpoint as ocp
 
     class Stopped(BaseException):
@@ -331,7 +331,7 @@ def test_a_writer_that_stops_anywhere_leaves_the_old_or_the_new(step, tmp_path, 
     )
     array_folder.save_folder(tmp_path / "a", new, {"is": "new"}).wait()
     assert array_folder.read_folder(tmp_path / "a")[0] == {"is": "new"}
-    assert len(list((tmp_path / "a").iterdir())) == 2  # nothing is left of what was not ended
+    assert len(list((tmp_path / "a").iterdir())) == 2  # no files of interrupted writers remain
 
 
 WRITER = """
@@ -346,7 +346,7 @@ for n in itertools.count(1):
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
-    """In mid-write, each of several at another moment."""
+    """Several writers, killed at different moments."""
     writers = [
         subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path / str(n))],
@@ -368,7 +368,7 @@ def test_a_writer_that_is_killed_leaves_the_old_or_the_new(tmp_path):
 
 @pytest.mark.slow
 def test_two_savings_of_one_folder_come_one_after_the_other(tmp_path):
-    """The later one stands; by another process, whichever is last, and never none."""
+    """The later save wins; among processes, the last one to finish."""
     old = {"x": np.zeros(3)}
     others = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "a")], stdout=-1, text=True)
@@ -412,7 +412,7 @@ save_folder(sys.argv[2], {"x": np.ones((0, 3))}, {"n": 1})
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8", "int4"])
 def test_a_fingerprint_is_of_every_number(dtype):
-    """Wherever it stands; and the same on a mesh."""
+    """On any device, and on a mesh."""
     x = jnp.arange(24 * 8).reshape(24, 8).astype(dtype)
     others = [x, x.at[11, 3].multiply(-1), x[::-1], x.at[:, 0].set(x[:, 1]).at[:, 1].set(x[:, 0])]
     told = [fingerprint(types.SimpleNamespace(config=1, params={"w": w})) for w in others]
@@ -422,7 +422,7 @@ def test_a_fingerprint_is_of_every_number(dtype):
 
 
 def test_a_second_thread_writes_what_was_there(tmp_path):
-    """Whatever becomes of the cache in the meantime; what it meets is told by ``wait``."""
+    """Even if the cache changes meanwhile; ``wait`` raises the writer's errors."""
     cache = filled(CELLS["static"])
     wanted = numbers(cache)
     saving = kvjax.save_cache(tmp_path / "a", cache, wait=False)
@@ -438,7 +438,7 @@ def test_a_second_thread_writes_what_was_there(tmp_path):
 
 @pytest.mark.slow
 def test_a_home_is_found(tmp_path, monkeypatch):
-    """``~`` is the user's folder wherever one is named."""
+    """``~`` is expanded in every path."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
-"""Layers in stacks: a user's scan over them, in place, and what is done with such a cache. That a
-stack's layers obey the laws is seen in ``test_recompute.py``."""
+"""Stacked caches: a user's scan over the layers, in place, and operations on such caches.
+
+``test_recompute.py`` holds the laws for the layers of a stack."""
 
 import ast
 import functools
@@ -40,14 +41,14 @@ POLICIES = {
 
 @functools.cache
 def weights(layers=LAYERS):
-    """Of each layer: what makes queries, keys and values, and what takes mixtures back."""
+    """Per layer: projections to queries, keys and values, and the output projection."""
     rng = np.random.default_rng(0)
     shapes = (layers, HEADS * DIM, WIDTH), (layers, HEADS * DIM, HEADS * DIM)
     return tuple(rng.normal(size=shape).astype(np.float32) / 6 for shape in shapes)
 
 
 def layer(x, call, weight, number):
-    """One of a model's layers, with its number traced or not."""
+    """A layer of a model; its index may be traced."""
     into, back = weight
     numbers = (x @ into).reshape(*x.shape[:2], -1, DIM).swapaxes(1, 2)
     queries, keys, values = jnp.split(numbers, (HEADS, HEADS + KV), axis=1)
@@ -56,7 +57,7 @@ def layer(x, call, weight, number):
 
 
 def scanned(params, tokens, cache=None, lengths=None):
-    """A model whose layers are stacked: the cache goes along in the carry."""
+    """A model with stacked layers, which carries the cache."""
 
     def one(carry, xs):
         return layer(*carry, *xs), None
@@ -67,7 +68,7 @@ def scanned(params, tokens, cache=None, lengths=None):
 
 
 def unrolled(params, tokens, cache=None, lengths=None):
-    """The same, layer by layer."""
+    """The same model, layer by layer."""
     x, call = jnp.asarray(EMBEDDED)[tokens], kvjax.step(cache, tokens, lengths=lengths)
     for number in range(len(params[0])):
         x, call = layer(x, call, jax.tree.map(lambda w, n=number: w[n], params), number)
@@ -88,7 +89,7 @@ SCANNED, UNROLLED = jax.jit(scanned), jax.jit(unrolled)
 
 
 def filled(name, model=SCANNED, *, stacked=True, **more):
-    """A cache that rows of 30, 25 and 9 tokens were fed into, in three calls."""
+    """A cache with rows of 30, 25 and 9 tokens, filled by three calls."""
     cache = empty(name, stacked=stacked, **more)
     for start, taken in ((0, (16, 16, 9)), (16, (14, 9, 0))):
         _, cache = model(weights(), TEXT[:, start : start + 16], cache, np.array(taken, np.int32))
@@ -96,7 +97,7 @@ def filled(name, model=SCANNED, *, stacked=True, **more):
 
 
 def goes_on(cache, model=None):
-    """What three tokens more get."""
+    """The logits of three more tokens."""
     model = model or (UNROLLED if cache.stacks is None else SCANNED)
     found, cache = model(weights(), TEXT[: cache.batch, 40:43], cache)
     kvjax.check(cache)
@@ -111,7 +112,7 @@ def test_a_scan_over_layers_is_the_same_as_one_after_the_other(name):
     assert stacked.length.tolist() == [30, 25, 9] and stacked.max_len == alone.max_len
     wanted = goes_on(alone)
     laws.close(goes_on(stacked), wanted, 1e-6)
-    laws.close(goes_on(stacked, UNROLLED), wanted, 1e-6)  # numbers that are not traced
+    laws.close(goes_on(stacked, UNROLLED), wanted, 1e-6)  # untraced indices
     laws.close(goes_on(kvjax.unstack(stacked)), wanted, 1e-6)
     laws.close(goes_on(kvjax.stack(alone)), wanted, 1e-6)
     assert kvjax.nbytes(stacked) == kvjax.nbytes(alone)
@@ -146,7 +147,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("change", some(OPERATIONS))
 def test_operations(change):
-    """They give a stacked cache, that of the layers' own."""
+    """The result is stacked, and equal to that of unstacked layers."""
     paged = "fork", "rewind of pages"
     name = "raw" if change == "grow" else "pages" if change in paged else "int8"
     found = OPERATIONS[change](filled(name))
@@ -171,8 +172,8 @@ COPIED = [
 @pytest.mark.slow(but=("raw-while_loop-1",))
 @pytest.mark.parametrize(("name", "form", "batch"), COPIED)
 def test_nothing_of_a_layer_is_copied(name, form, batch):
-    """In a scan over layers, which a loop over steps may be around: the stack is aliased, and
-    temporaries grow with nothing but the tables of pages."""
+    """In a scan over layers, also inside a loop over steps: the stack is aliased, and temporaries
+    grow only with the page tables."""
     temporary, tables = [], []
     for max_len in (2**15, 2**17):
         cache = empty(name, batch=batch, max_len=max_len)
@@ -191,7 +192,7 @@ def test_nothing_of_a_layer_is_copied(name, form, batch):
         found = jax.jit(program, donate_argnums=2).lower(weights(), tokens, cache).compile()
         (held,) = cache.layers
         body = tree_bytes((held.keys, held.values))
-        if name != "sinks":  # whose few slots are fewer than scores
+        if name != "sinks":  # it has fewer slots than scores
             assert_no_copy(found, sum(kvjax.nbytes(cache).values()), body // LAYERS)
         temporary.append(found.memory_analysis().temp_size_in_bytes)
         tables.append(tree_bytes(cache.pools))
@@ -200,12 +201,12 @@ def test_nothing_of_a_layer_is_copied(name, form, batch):
 
 @pytest.mark.slow
 def test_many_layers_are_one_program():
-    """As long as that of two."""
+    """As long as the program for two layers."""
     sizes = []
     for layers in (2, 30):
         args = weights(layers), TEXT[:, :1], empty("int8", layers=layers)
         text = jax.jit(scanned).lower(*args).compile().as_text()
-        # Instructions; of where they come from, tables say more or less, by what was traced before.
+        # Count instructions; source tables depend on what was traced before.
         sizes.append(sum(" = " in line for line in text.splitlines()))
     assert sizes[0] <= sizes[1] <= 1.05 * sizes[0]
 
@@ -215,7 +216,7 @@ WINDOWS = (12, None, 12, None)
 
 @pytest.mark.slow
 def test_layers_that_are_not_alike_are_stacks_of_their_own():
-    """Of a model that takes turns, and is scanned by twos."""
+    """A model with alternating layers, scanned in pairs."""
 
     def by_twos(params, tokens, cache):
         def two(carry, xs):
@@ -279,7 +280,7 @@ def test_gradients_go_through_a_stack():
 
 
 def test_without_a_cache_a_call_is_the_same():
-    """What trains is what generates."""
+    """Training and generation run the same function."""
     whole, none = SCANNED(weights(), TEXT)
     assert none is None
     found, _ = SCANNED(weights(), TEXT, empty())
@@ -302,7 +303,7 @@ def missing_a_layer(cache):
 
 
 def over_the_end(cache):
-    """A scan that begins with layer 1."""
+    """A scan that starts at layer 1."""
 
     def one(call, number):
         return call.attend(number, *numbers())[1], None
@@ -322,7 +323,7 @@ def test_a_layer_that_is_missed_or_met_twice_is_told():
 
 
 def one_after_the_other(cache, new=BLOCK + 1):
-    """By the functions below a call, each layer attended to behind its own tokens."""
+    """With ``append`` and ``attend``: attending to each layer after its own tokens."""
     queries, keys, values = numbers(new)
     for number in range(LAYERS):
         cache = kvjax.append(cache, number, keys, values)
@@ -332,7 +333,7 @@ def one_after_the_other(cache, new=BLOCK + 1):
 
 @pytest.mark.rare
 def test_what_a_long_call_sees_raw_is_of_the_last_layer():
-    """Others are refused, and where that can't be seen they are no numbers."""
+    """Other layers raise an error; if traced, they give NaN."""
     mixed, cache = one_after_the_other(empty("int8"))
     assert np.all(np.isfinite(mixed)) and np.all(np.isfinite(kvjax.read(cache, LAYERS - 1)[0]))
     for wrong in (lambda c: kvjax.attend(numbers(BLOCK + 1)[0], c, 0), lambda c: kvjax.read(c, 0)):
@@ -349,7 +350,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     _, call = call.attend(0, queries, keys, values)
     with pytest.raises(ValueError, match="for the last layer only"):
         call.attend(0, queries)
-    kvjax.attend(queries[:, :, :2], one_after_the_other(empty("int8"), 2)[1], 0)  # not so long
+    kvjax.attend(queries[:, :, :2], one_after_the_other(empty("int8"), 2)[1], 0)  # short enough
 
 
 @pytest.mark.parametrize(
@@ -407,7 +408,7 @@ def test_layers_that_read_another_s_are_not_stacked():
 
 
 def test_layers_whose_marks_differ_are_not_stacked():
-    """Of layers that are alike, of which one was rewound by itself."""
+    """Identical layers of which one was rewound separately."""
     cache = filled("raw", UNROLLED, stacked=False)
     apart = replace(cache, written=cache.written.at[1, 2].add(1))
     with pytest.raises(ValueError, match=r"layers \[0, 1, 2, 3\] hold different tokens of row 1"):
@@ -431,7 +432,7 @@ def test_the_page_of_one_s_own_model_runs(capsys):
     code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
     found = {}
     exec(compile(code, "your-model.md", "exec"), found)
-    laws.close(found["scan_logits"], found["loop_logits"], 2e-2)  # 8 bits beside none
+    laws.close(found["scan_logits"], found["loop_logits"], 2e-2)  # 8 bits against full precision
     assert found["cache"].length.tolist() == [32, 27] and len(found["stacked"].layers) == 1
     stacks, tokens = capsys.readouterr().out.splitlines()
     assert stacks == "((0, 0), (1, 0), (0, 1), (1, 1))"

@@ -1,4 +1,4 @@
-"""What the texts of programs say that they move through main memory, and which arrays they make."""
+"""Memory traffic and large arrays that ``kvjax.memory.hlo`` reads from HLO texts."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ VMEM = "f32[1024]{0:T(1024)S(1)}"
 
 
 def text(entry, **computations):
-    """A program of its instructions, and of those computations that are called."""
+    """The text of a program from its instructions and the computations that it calls."""
     bodies = " ".join([entry, *computations.values()])
     computations = {name: body for name, body in computations.items() if f"%{name}" in bodies}
     parts = ["HloModule m, is_scheduled=true, entry_computation_layout={()->f32[]}\n"]
@@ -152,7 +152,7 @@ def test_a_fusion_reads_what_is_wanted_of_an_operand(body, read):
         %s.1 = f32[32]{0} slice(%p.1), slice={[0:32]}
         ROOT %r.1 = f32[64]{0} pad(%s.1, %s.1), padding=0_32
         """
-    # The parameters of a computation stand in any order.
+    # The parameters of a computation may be in any order.
     fused = f"%n = s32[] parameter(1)\n %p = f32[1024]{{0}} parameter(0)\n {body}"
     assert bytes_moved(text(FUSION, inner=inner, fused=fused)) == read + 256
 

@@ -1,5 +1,5 @@
-"""Caches as they are given to an operation: in the middle of a call, stacked, from a file, of other
-policies; and calls that are out of step."""
+"""Caches that operations accept or reject: within a call, stacked, from a file, of other policies;
+and calls in the wrong order."""
 
 import copy
 import functools
@@ -32,10 +32,10 @@ POLICIES = {
     "host": kvjax.CachePolicy(Dense(), placement=kvjax.Host(), block=8),
     "hybrid": kvjax.policy("hybrid"),
 }
-"""Of one model, whose second layer has a window of its own."""
+"""Policies for a model whose second layer has a window."""
 
 JOINED = [{"static", "dynamic", "host", "hybrid"}]
-"""Those that store alike and show the same."""
+"""Groups that store the same numbers and show the same tokens."""
 
 
 @jax.jit
@@ -45,7 +45,7 @@ def step(tokens, cache, lengths=None):
 
 @functools.cache
 def one_row(name, row):
-    """A cache with a text that is longer than a window, and its next logits."""
+    """A cache with more tokens than a window, and its next logits."""
     cache, tokens = kvjax.init_cache(MODEL.config, POLICIES[name], max_len=MAX_LEN), TOKENS[[row]]
     for start, count in ((0, 15), (15, 14 + row)):
         _, cache = step(tokens[:, start : start + 15], cache, np.array([count], np.int32))
@@ -53,7 +53,7 @@ def one_row(name, row):
 
 
 def after(cache, *rows):
-    """The logits of one more token of these rows, by the program that has filled them."""
+    """The logits of one more token of these rows, by the program that filled them."""
     lengths = np.ones(len(rows), np.int32)
     logits, cache = step(TOKENS[list(rows), -15:], cache, lengths)
     kvjax.check(cache)
@@ -69,7 +69,7 @@ def after(cache, *rows):
     ],
 )
 def test_rows_of_two_policies_in_one_cache(names):
-    """They go on exactly as they did alone, or are refused."""
+    """Joined rows continue exactly as alone, or an error is raised."""
     (first, wanted), (second, others) = (one_row(name, row) for row, name in enumerate(names))
     if not any(set(names) <= alike for alike in JOINED):
         with pytest.raises(ValueError, match=r"show different tokens: kvjax\.convert"):
@@ -83,7 +83,7 @@ def test_rows_of_two_policies_in_one_cache(names):
 
 @pytest.mark.parametrize("first", ["short", "long"])
 def test_rings_of_other_slack_and_length_in_one_cache(first):
-    """The largest ring holds the rows of all."""
+    """The largest ring can hold the rows of all caches."""
     short = kvjax.policy("hybrid", slack=10)
     caches = {
         "short": kvjax.init_cache(MODEL.config, short, max_len=16),
@@ -114,7 +114,7 @@ def test_a_generator_of_caches():
         kvjax.concatenate([])
 
 
-# In the middle of a call.
+# Within a call.
 
 
 KEYS, VALUES = np.random.default_rng(1).normal(size=(2, 2, 2, 40, 8)).astype(np.float32)
@@ -167,7 +167,7 @@ def test_read_shows_what_the_newest_query_of_a_call_sees(policy, new):
 
 
 def test_a_call_goes_by_the_lengths_of_its_first_append():
-    """Which need not be given again; others are recorded."""
+    """Lengths need not be given again; different ones set the status."""
 
     @functools.partial(jax.jit, static_argnames="again")
     def call(cache, lengths, other, again):
@@ -232,13 +232,13 @@ def test_what_a_call_must_end_before():
     for name, operation in IN_A_CALL.items():
         with pytest.raises(ValueError, match=rf"{name}: a call has begun, and its 3 token\(s\)"):
             operation(cache)
-    # Rows may be taken, each with its part of the call.
+    # Rows can be selected, each with its part of the call.
     for rows in (kvjax.fork, lambda c: kvjax.select(c, [0, 1]), lambda c: kvjax.repeat(c, 1)):
         other = kvjax.append(rows(cache), 1, KEYS[:, :, :3], VALUES[:, :, :3])
         assert kvjax.advance(other, 3).length.tolist() == [3, 3]
 
 
-# What is no cache, or no whole one.
+# Values that are no cache, or an incomplete one.
 
 
 def test_shapes_are_copied_as_they_are():
@@ -293,7 +293,7 @@ def test_a_cache_that_was_saved_goes_on(name, way):
     back = way(cache)
     if way is jax.device_get:
         assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(back))
-        back = kvjax.fork(back)  # outside jit everything takes it
+        back = kvjax.fork(back)  # works outside jit
     kinds = [[x.sharding.memory_kind for x in jax.tree.leaves(c)] for c in (cache, back)]
     assert kinds[0] == kinds[1]
     assert np.array_equal(after(back, 0), wanted)
@@ -316,7 +316,7 @@ def test_a_cache_on_a_mesh_is_no_pickle():
         pickle.dumps(cache)
 
 
-# Tokens that a vocabulary has not.
+# Tokens outside the vocabulary.
 
 
 def test_tokens_of_narrow_dtypes_are_compared_as_numbers():
@@ -337,7 +337,7 @@ def test_unknown_tokens_are_told():
     for tokens, value in ((wrong, size), (wrong - 4, -3)):
         with pytest.raises(ValueError, match=rf"token id {value} in row .: the vocabulary has"):
             MODEL.apply(PARAMS, tokens, cache)
-    # Padding may be anything.
+    # Padding may have any value.
     fine, _ = MODEL.apply(PARAMS, wrong, cache, lengths=np.array([2, 1]))
     assert np.isfinite(fine).all()
     traced = jax.jit(MODEL.apply)
