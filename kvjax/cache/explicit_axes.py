@@ -8,7 +8,7 @@ their arguments.
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -47,7 +47,7 @@ def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return wrapped
 
 
-def _without(names: dict[str, Any], x: Any) -> Any:
+def _without(names: Container[str], x: Any) -> Any:
     """Remove axes from the sharding in the type of an array."""
     if not isinstance(x, jax.Array):
         return x
@@ -58,7 +58,7 @@ def _without(names: dict[str, Any], x: Any) -> Any:
     return jax.sharding.reshard(x, PartitionSpec(*axes))
 
 
-def _axis_names(entry: Any) -> tuple[str, ...]:
+def _axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes in an entry of a ``PartitionSpec``."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
@@ -109,5 +109,5 @@ class _Divisions:
         return jax.sharding.reshard(x, PartitionSpec(*axes))
 
 
-def _is_cache(x: Any) -> bool:
+def _is_cache(x: object) -> bool:
     return isinstance(x, KVCache)

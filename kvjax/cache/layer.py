@@ -67,8 +67,8 @@ class LayerCache:
     ...], except ``strip``, which belongs to the layer ``strip_of``, int32[].
     """
 
-    keys: Any
-    values: Any
+    keys: Store
+    values: Store
     policy: CachePolicy = static_field()
     kv_heads: int = static_field()
     head_dim: int = static_field()

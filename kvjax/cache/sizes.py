@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax.core import ShapedArray
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
 
 from kvjax.cache.checks import check_cache
 from kvjax.cache.layer import LayerCache, layer_shapes
@@ -51,7 +51,7 @@ def abstract_arguments(tree: Any, shardings: Any) -> Any:
     """Abstract arrays in the kinds of memory of their ``shardings``, to lower a program with these
     as its ``in_shardings``."""
 
-    def one(x: Any, sharding: Any) -> ShapedArray:
+    def one(x: jax.ShapeDtypeStruct, sharding: Sharding) -> ShapedArray:
         far = sharding.memory_kind == "pinned_host"
         space = jax.memory.Space.Host if far else jax.memory.Space.Device
         return ShapedArray(x.shape, x.dtype, memory_space=space)
@@ -87,7 +87,7 @@ def shard_of(layer: LayerCache, spread: MeshSharding) -> LayerCache:
     policy = replace(layer.policy, placement=layer.policy.placement.on_mesh(spread))
     whole = layer_shapes(policy, layer.batch, layer.kv_heads, layer.head_dim, layer.stack)
 
-    def shard(x: Any, spec: Any) -> jax.ShapeDtypeStruct:
+    def shard(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
 
     return jax.tree.map(shard, whole, whole.partition_specs())

@@ -2,12 +2,13 @@
 
 import functools
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from kvjax.core import control_flow
@@ -106,7 +107,7 @@ class Device:
             return self.spread.put_bodies(body, orders)
         return self.put(body)
 
-    def near(self, part: _T, after: Any = None) -> _T:
+    def near(self, part: _T, after: Sequence[jax.Array | np.ndarray] | None = None) -> _T:
         """Move a part of a body to device memory, to compute with it. Works inside ``jit``.
 
         ``after``: the keys of a call and the rows' lengths; inside ``jit`` the move does not start
@@ -119,14 +120,14 @@ class Device:
         return part
 
 
-def check_placement(placement: Any) -> Device:
+def check_placement(placement: object) -> Device:
     """Return ``placement``, or raise ``ValueError`` if it is not one."""
     if not isinstance(placement, Device):
         raise ValueError(f"{placement!r} is not a placement: give Device() or Host()")
     return placement
 
 
-def on_device_of(array: jax.Array) -> Any:
+def on_device_of(array: jax.Array) -> AbstractContextManager[object]:
     """A context in which ``array``'s device is the default, if it is on one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
@@ -173,7 +174,7 @@ class Host(Device):
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
 
-    def near(self, part: _T, after: Any = None) -> _T:
+    def near(self, part: _T, after: Sequence[jax.Array | np.ndarray] | None = None) -> _T:
         if self.memory_kind is None:
             return part
         if after is None or not is_traced(after[0]):

@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import jax
 import numpy as np
@@ -22,7 +22,13 @@ DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
 _STAGES = ("stage", "stages", "pipe", "pipeline", "pp")
 
 
-def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any = None) -> Mesh:
+def make_mesh(
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    sequence: int = 1,
+    devices: Any = None,
+) -> Mesh:
     """A mesh for ``init_cache``, ``models.load`` and ``generate``.
 
     Args:
@@ -58,7 +64,7 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
     return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices[:count])
 
 
-def _are_devices(x: Any) -> bool:
+def _are_devices(x: object) -> bool:
     """Whether ``x`` is a sequence or array of different devices."""
     if not isinstance(x, Sequence | np.ndarray):
         return False
@@ -85,7 +91,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def refuse_axis(name: Any) -> None:
+def refuse_axis(name: object) -> None:
     """Raise ``ValueError`` for an axis that kvjax does not support."""
     if name in _STAGES:
         raise ValueError(
@@ -114,9 +120,9 @@ class MeshSharding:
     heads.
     """
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> NoReturn:
         raise ValueError(
             "a cache on a mesh can't be pickled, because a mesh belongs to its process: "
             "kvjax.migrate(cache, mesh=None) moves it to one device first"
@@ -125,7 +131,7 @@ class MeshSharding:
     def __copy__(self) -> "MeshSharding":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "MeshSharding":
+    def __deepcopy__(self, memo: dict[int, object]) -> "MeshSharding":
         return self
 
     @property
@@ -223,23 +229,23 @@ class MeshSharding:
             )
 
     def put(
-        self, tree: _T, spec: Callable[[tuple[int, ...]], PartitionSpec], kind: Any = None
+        self, tree: _T, spec: Callable[[tuple[int, ...]], PartitionSpec], kind: str | None = None
     ) -> _T:
         """Put a pytree of arrays on the mesh, with ``spec`` of their shapes. Works inside
         ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 
-    def put_bodies(self, body: _T, orders: Any, kind: Any = None) -> _T:
+    def put_bodies(self, body: _T, orders: Any, kind: str | None = None) -> _T:
         """Put the arrays of a body on the mesh. Works inside ``jit``."""
         return self.put_with_specs(body, self.body_specs(body, orders), kind)
 
-    def put_with_specs(self, tree: _T, specs: Any, kind: Any = None) -> _T:
+    def put_with_specs(self, tree: _T, specs: Any, kind: str | None = None) -> _T:
         """Put a pytree of arrays on the mesh, with these specs. Works inside ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)
 
-    def _put(self, x: Any, spec: PartitionSpec, kind: Any) -> Any:
+    def _put(self, x: Any, spec: PartitionSpec, kind: str | None) -> Any:
         near = put_on_mesh(x, self.sharding(spec)) if kind is None or is_traced(x) else x
         if is_traced(near) and isinstance(self.mesh, Mesh):
             # The compiler ignores a move to the memory where the array already is.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from kvjax.codecs import Store
 from kvjax.core import control_flow
 from kvjax.core.array_ops import arange_row
 from kvjax.core.compat import jax_0_10_indexes_in_place
@@ -17,7 +18,7 @@ from kvjax.placement.order import Order
 
 
 def read_pages(
-    stores: Any,
+    stores: Store,
     orders: Any,
     placement: Device,
     table: Array,
@@ -25,7 +26,7 @@ def read_pages(
     start: Any,
     size: int,
     layer: Array | None = None,
-) -> Any:
+) -> Store:
     """Units ``start`` to ``start + size - 1`` of every row, on the device: [batch, ...].
 
     Args:
@@ -118,7 +119,9 @@ def _one_by_one(
     return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
-def copy_pages(stores: Any, orders: Any, placement: Device, source: Array, target: Array) -> Any:
+def copy_pages(
+    stores: Store, orders: Any, placement: Device, source: Array, target: Array
+) -> Store:
     """Copy pages ``source`` to ``target``, int32[n] each, -1 for none, in place.
 
     Pages are copied one after another. If there are none, nothing is read or written.
@@ -141,7 +144,7 @@ def copy_pages(stores: Any, orders: Any, placement: Device, source: Array, targe
     return jax.tree.map(one, stores, orders)
 
 
-def to_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
+def to_pages(stores: Store, table: Array, page: int, pages: int) -> Store:
     """Move rows, [batch, kv_heads, units, ...], into the pages that ``table``, int32[batch,
     columns], names. ``page``: units per page; ``pages``: pages of the pool."""
     columns = table.shape[1]
@@ -156,7 +159,7 @@ def to_pages(stores: Any, table: Array, page: int, pages: int) -> Any:
     return jax.tree.map(one, stores)
 
 
-def gather_pages(stores: Any, orders: Any, placement: Device, pages: Array) -> Any:
+def gather_pages(stores: Store, orders: Any, placement: Device, pages: Array) -> Store:
     """The contents of ``pages``, int32[n], on the device: [n, ...]; undefined for -1."""
 
     def one(store: Array, order: Order) -> Array:
@@ -171,7 +174,9 @@ def gather_pages(stores: Any, orders: Any, placement: Device, pages: Array) -> A
     return jax.tree.map(one, stores, orders)
 
 
-def scatter_pages(stores: Any, orders: Any, placement: Device, pages: Array, contents: Any) -> Any:
+def scatter_pages(
+    stores: Store, orders: Any, placement: Device, pages: Array, contents: Store
+) -> Store:
     """Write ``contents``, as ``gather_pages`` returns them, to ``pages``, in place. ``pages``:
     int32[n]; all -1 come last."""
 

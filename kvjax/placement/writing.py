@@ -167,8 +167,8 @@ def _row_into_pages(
     order: Order,
     table: Array,
     layer: Array | None,
-    near: Any,
-    far: Any,
+    near: Callable[[Array], Array],
+    far: Callable[[Array], Array],
     copy: Array | None,
 ) -> Array:
     """``write_row`` into one page after another; units for a page that does not exist are
@@ -195,8 +195,8 @@ def _write_one(
     run: Run,
     span: tuple[Array, ...],
     order: Order,
-    near: Any,
-    far: Any,
+    near: Callable[[Array], Array],
+    far: Callable[[Array], Array],
     copy: Array | None,
 ) -> Array:
     """Write units of one row. ``span``: its start slot, and the ``skip`` and ``count`` between

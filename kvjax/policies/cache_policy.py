@@ -9,7 +9,7 @@ from kvjax.layouts import Dense, Layout, Split, paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
-from kvjax.policies.model_config import layer_windows
+from kvjax.policies.model_config import CacheShape, layer_windows
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class CachePolicy:
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
-    def storage_key(self) -> Any:
+    def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str] | None]:
         """Equal for policies that store the same numbers, under any layout: the codecs, and
         for blockwise codecs also which tokens queries see raw."""
         blockwise = self.keys.blockwise or self.values.blockwise
@@ -183,7 +183,7 @@ class CachePolicy:
             raw = tuple(Raw(x.dtype).resolve(None, platform) for x in (self.keys, self.values))
         return replace(self, raw=raw)
 
-    def per_layer(self, config: Any) -> tuple["CachePolicy", ...]:
+    def per_layer(self, config: CacheShape) -> tuple["CachePolicy", ...]:
         """This policy for every layer."""
         return (self,) * config.num_hidden_layers
 
@@ -203,7 +203,7 @@ class Hybrid:
             if not isinstance(policy, CachePolicy):
                 raise ValueError(f"Hybrid needs two CachePolicy objects, got {policy!r:.80}")
 
-    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
+    def per_layer(self, config: CacheShape) -> tuple[CachePolicy, ...]:
         """One policy per layer."""
         windows = layer_windows(config)
         return tuple(self.full if window is None else self.sliding for window in windows)
@@ -212,4 +212,4 @@ class Hybrid:
 class PerLayer(Protocol):
     """What gives each layer of a model its policy."""
 
-    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]: ...
+    def per_layer(self, config: CacheShape) -> tuple[CachePolicy, ...]: ...

@@ -7,7 +7,7 @@ has the value that it has in Transformers.
 
 import math
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvjax.core.validation import UNLIMITED, as_bool, as_int, as_optional_int
 
@@ -25,7 +25,7 @@ class CacheShape(Protocol):
     def dtype(self) -> str: ...
 
 
-def decoder_config(config: Any) -> Any:
+def decoder_config(config: object) -> CacheShape:
     """The config of the text decoder, if ``config`` has one for each of several parts.
 
     Raises:
@@ -34,15 +34,16 @@ def decoder_config(config: Any) -> Any:
     find = getattr(config, "get_text_config", None)
     decoder = config if find is None else find(decoder=True)
     if hasattr(decoder, "num_hidden_layers"):
-        as_int("num_hidden_layers", decoder.num_hidden_layers, 1)
-        return decoder
+        shape = cast(CacheShape, decoder)
+        as_int("num_hidden_layers", shape.num_hidden_layers, 1)
+        return shape
     name = type(config).__name__
     if hasattr(config, "config"):
         raise ValueError(f"a model's config is needed, not a {name}: give its .config")
     raise ValueError(f"the config, a {name}, has no num_hidden_layers")
 
 
-def layer_heads(config: Any) -> tuple[tuple[int, int], ...]:
+def layer_heads(config: object) -> tuple[tuple[int, int], ...]:
     """The number of key-value heads and the head dimension of each layer.
 
     Read from ``num_key_value_heads`` and ``head_dim``, or from the attributes that Transformers
@@ -57,25 +58,25 @@ def layer_heads(config: Any) -> tuple[tuple[int, int], ...]:
     return tuple((_kv_heads(layer), _head_dim(layer)) for layer in _layer_configs(config))
 
 
-def common_heads(config: Any) -> int:
+def common_heads(config: object) -> int:
     """The greatest common divisor of the layers' numbers of key-value heads."""
     return math.gcd(*(heads for heads, _ in layer_heads(config)))
 
 
-def model_dtype(config: Any) -> Any:
+def model_dtype(config: object) -> Any:
     """The config's dtype, None if it has none. PyTorch's dtypes are returned by name."""
     dtype = getattr(config, "dtype", None)
     named = isinstance(dtype, str) or type(dtype).__module__ == "torch"
     return str(dtype).removeprefix("torch.") if named else dtype
 
 
-def scanned(config: Any) -> bool:
+def scanned(config: object) -> bool:
     """Whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache: the
     config's ``stacked``."""
     return as_bool("the config's stacked", getattr(config, "stacked", False))
 
 
-def layer_windows(config: Any) -> tuple[int | None, ...]:
+def layer_windows(config: object) -> tuple[int | None, ...]:
     """The attention window of each layer in tokens, None for full attention.
 
     Read from ``windows``, one per layer, or else from ``layer_types``, ``sliding_window`` and
@@ -95,7 +96,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(w if w is None else as_int("a layer's window", w, 1) for w in windows)
 
 
-def layer_sources(config: Any) -> tuple[int, ...] | None:
+def layer_sources(config: object) -> tuple[int, ...] | None:
     """For each layer, the layer whose keys and values it reads; None if each layer has its own.
 
     Read from ``cache_sources``, or else from ``num_kv_shared_layers`` (Gemma 3n): that many layers
@@ -121,18 +122,18 @@ def layer_sources(config: Any) -> tuple[int, ...] | None:
     return sources
 
 
-def _layer_configs(config: Any) -> Sequence[Any]:
+def _layer_configs(config: CacheShape) -> Sequence[object]:
     """One config per layer."""
     own = getattr(config, "per_layer_config", None)
     return own if isinstance(own, Sequence) else (config,) * config.num_hidden_layers
 
 
-def _positive_int(config: Any, name: str) -> int | None:
+def _positive_int(config: object, name: str) -> int | None:
     """An attribute of a config, None if it is missing or None."""
     return as_optional_int(name, getattr(config, name, None), 1)
 
 
-def _query_heads(config: Any, missing: str) -> int:
+def _query_heads(config: object, missing: str) -> int:
     """The number of query heads, in place of an attribute that is ``missing``."""
     heads = _positive_int(config, "num_attention_heads")
     if heads is None:
@@ -140,7 +141,7 @@ def _query_heads(config: Any, missing: str) -> int:
     return heads
 
 
-def _kv_heads(config: Any) -> int:
+def _kv_heads(config: object) -> int:
     heads = _positive_int(config, "num_key_value_heads")
     if heads is not None:
         return heads
@@ -152,7 +153,7 @@ def _kv_heads(config: Any) -> int:
     return _positive_int(config, "num_kv_heads") or _query_heads(config, "num_key_value_heads")
 
 
-def _head_dim(config: Any) -> int:
+def _head_dim(config: object) -> int:
     head_dim = _positive_int(config, "head_dim")
     if head_dim is None:
         hidden = _positive_int(config, "hidden_size")
@@ -169,7 +170,7 @@ def _head_dim(config: Any) -> int:
     return head_dim
 
 
-def _check_count(config: Any, values: Any) -> None:
+def _check_count(config: CacheShape, values: object) -> None:
     """Raise ``ValueError`` unless ``values`` is a list with one value per layer."""
     if not isinstance(values, list | tuple):
         raise ValueError(f"the config must describe its layers by a list, not by {values!r:.40}")
@@ -179,7 +180,7 @@ def _check_count(config: Any, values: Any) -> None:
         )
 
 
-def _windows_by_type(config: Any) -> tuple[int | None, ...]:
+def _windows_by_type(config: CacheShape) -> tuple[int | None, ...]:
     slides = getattr(config, "use_sliding_window", True) is not False
     found = [
         (getattr(each, "sliding_window", None) if slides else None,
@@ -210,7 +211,7 @@ def _windows_by_type(config: Any) -> tuple[int | None, ...]:
     return tuple(sized)
 
 
-def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:
+def _sources_by_type(config: CacheShape, shared: Any) -> tuple[int, ...]:
     count = config.num_hidden_layers
     kinds = tuple(getattr(config, "layer_types", None) or ("",) * count)
     first = max(count - shared, 0)
@@ -224,14 +225,14 @@ def _sources_by_type(config: Any, shared: Any) -> tuple[int, ...]:
     return (*range(first), *(latest[kind] for kind in kinds[first:count]))
 
 
-def beyond_context(config: Any, tokens: int) -> int:
+def beyond_context(config: object, tokens: int) -> int:
     """How many of ``tokens`` exceed the model's training context; 0 if the config does not give
     one."""
     context = trained_context(config)
     return max(tokens - context, 0) if context else 0
 
 
-def trained_context(config: Any) -> int | None:
+def trained_context(config: object) -> int | None:
     """The context length that a model was trained with, in tokens: the config's ``context``,
     ``max_position_embeddings`` or ``position_limit``; None if it has none of these."""
     config = decoder_config(config)
@@ -239,7 +240,7 @@ def trained_context(config: Any) -> int | None:
     return context or position_limit(config)
 
 
-def position_limit(config: Any) -> int | None:
+def position_limit(config: object) -> int | None:
     """How many positions a model has: the config's ``position_limit``. None for no limit, as with
     rotary positions."""
     return as_optional_int("position_limit", getattr(config, "position_limit", None), 1)
@@ -258,7 +259,7 @@ def new_tokens_for(positions: int, prompt: int) -> int:
 
 
 def resolve_rotary_len(
-    config: Any, reach: int, chosen: int | None = None
+    config: object, reach: int, chosen: int | None = None
 ) -> tuple[int | None, int | None]:
     """The sequence length whose rotary frequencies a cache uses, and a limit that it implies.
 
@@ -291,7 +292,7 @@ def resolve_rotary_len(
     return (1 if same_rotary(config, 1, reach) else reach), None
 
 
-def same_rotary(config: Any, length: int, other: int) -> bool:
+def same_rotary(config: object, length: int, other: int) -> bool:
     """Whether sequences of these two lengths have the same rotary frequencies."""
     same = getattr(config, "same_rotary", None)
     return same is None or same(length, other)

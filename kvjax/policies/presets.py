@@ -130,8 +130,8 @@ class Edges:
     """One policy for most layers, another for the ``first`` and the ``last`` ones, which often lose
     more by quantization: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``."""
 
-    inner: Any
-    edge: Any
+    inner: PolicyChoice
+    edge: PolicyChoice
     first: int = 1
     last: int = 1
 
@@ -141,7 +141,7 @@ class Edges:
         _refuse_auto(self.inner)
         _refuse_auto(self.edge)
 
-    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
+    def per_layer(self, config: object) -> tuple[CachePolicy, ...]:
         """One policy per layer."""
         inner, edge = per_layer(self.inner, config), per_layer(self.edge, config)
         count = len(inner)
@@ -159,7 +159,7 @@ class Auto:
     ``placement``: where layers are moved that exceed it.
     """
 
-    inner: Any
+    inner: PolicyChoice
     memory: int | None = None
     placement: Device = field(default_factory=Host)
 
@@ -180,7 +180,7 @@ class Auto:
             )
         return Budget(self.memory, self.placement)
 
-    def per_layer(self, config: Any) -> tuple[CachePolicy, ...]:
+    def per_layer(self, config: object) -> tuple[CachePolicy, ...]:
         """The policy of each layer while it is on the device."""
         policies = per_layer(self.inner, config)
         for number, layer_policy in enumerate(policies):
@@ -192,7 +192,7 @@ class Auto:
         return policies
 
 
-def _refuse_auto(inner: Any) -> None:
+def _refuse_auto(inner: object) -> None:
     if isinstance(inner, Auto):
         raise ValueError("Auto can't be part of another policy: put Auto around the whole")
 
@@ -203,7 +203,7 @@ def budget_of(choice: PolicyChoice | None) -> Budget | None:
     return choice.budget if isinstance(choice, Auto) else None
 
 
-def per_layer(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
+def per_layer(choice: PolicyChoice, config: object) -> tuple[CachePolicy, ...]:
     """One policy per layer, from a preset's name, one policy for all, or a list of policies.
 
     Raises:
