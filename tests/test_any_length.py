@@ -1,4 +1,4 @@
-"""Rows of any length together: the paths ``even`` and ``pages`` against the reference."""
+"""Rows of very different lengths: the paths ``even`` and ``pages`` against the reference."""
 
 import dataclasses
 import itertools
@@ -30,7 +30,7 @@ def random(*shape, seed=0):
 
 
 def held(policy, lengths, window=None, mesh=None):
-    """A cache of one layer that many calls have written to, with a call's token appended."""
+    """A cache of one layer after many calls, with the token of another call appended."""
     config = tiny_config(
         num_hidden_layers=1, windows=(window,), num_key_value_heads=KV, head_dim=DIM
     )
@@ -70,7 +70,7 @@ def lengths(rows=ROWS, low=1, high=LONGEST, seed=3):
     ],
 )
 def test_paths_agree(name, rows):
-    # Of a pool that is mostly full.
+    # For a pool that is mostly full.
     window = 24 if name == "window" else None
     cache = held(POLICIES[name], lengths(rows, low=140), window)
     queries = random(rows, HEADS, 1, DIM, seed=5)
@@ -90,9 +90,9 @@ def test_paths_agree(name, rows):
 
 @pytest.fixture
 def walked(monkeypatch):
-    """Let what is not multiplied in place be no number."""
+    """Return NaN if pages are not multiplied in place."""
     monkeypatch.setattr(ragged, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
-    # Another function, of which no test before has left a trace.
+    # A new function, for which no trace is cached.
     monkeypatch.setitem(PATHS, "pages", lambda call: ragged.over_pages(call))
 
 
@@ -133,7 +133,7 @@ def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
 
 
 def test_empty_slots_may_hold_what_is_no_number():
-    """What stood there before, of a text whose numbers were none."""
+    """NaN of an earlier sequence."""
     cache = held(POLICIES["paged"], lengths(low=140))
     layer, (pool,) = cache.layers[0], cache.pools
     wanted = in_pages(cache)
@@ -149,7 +149,7 @@ def test_empty_slots_may_hold_what_is_no_number():
 
 @pytest.mark.rare
 def test_the_shortest_rows_are_looked_at_together(monkeypatch):
-    """And none of a group walks as far as the longest of another."""
+    """No group walks as far as the longest row of another group."""
     seen = []
 
     def noted(call, *, even):
@@ -219,6 +219,6 @@ def test_pages_are_not_copied():
     queries = random(ROWS, HEADS, 1, DIM)
     program = jax.jit(lambda cache: kvjax.attend(queries, cache, 0, path="pages"))
     text = program.lower(cache).compile()
-    # A page for each: what its owner asks, and their mixtures.
+    # For each page: the queries of its owner, and their outputs.
     assert copies(text, cache.layers[0].keys.nbytes // 2) == []
     assert text.as_text().count("conditional(") >= 2

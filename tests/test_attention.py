@@ -1,4 +1,4 @@
-"""Attention's settings, one by one, against a list of tokens."""
+"""The settings of attention, each against a computation on a list of tokens."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ SETTINGS: list[dict[str, Any]] = [
 @pytest.mark.slow(but=("1-1",))
 @pytest.mark.parametrize("length,max_len", [(1, 1), (9, 9), (130, 131), (700, 4096), (4500, 4700)])
 def test_settings(length, max_len):
-    """On both paths, in one program."""
+    """Both paths in one program."""
     cache, keys, values = held(length, max_len)
     queries = random(1, HEADS, 1, DIM, seed=5)
 
@@ -71,7 +71,7 @@ def test_settings(length, max_len):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_bias_by_position(path):
-    """ALiBi (arXiv:2108.12409): a head's slope times the distance."""
+    """ALiBi (arXiv:2108.12409): the slope of a head times the distance."""
     slopes = np.asarray([2.0**-h for h in range(1, HEADS + 1)], np.float32)
 
     def alibi(queries, keys):
@@ -127,7 +127,7 @@ def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
 @pytest.mark.parametrize("policy", [{}, {"bits": 8}], ids=str)
 @pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round raw blocks up, and many
 def test_every_length_is_walked_to_its_end(heads, policy):
-    """Whatever part of a coarse block is filled behind the last full one."""
+    """For any number of filled tokens in the last coarse block."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=DIM)
     cache = kvjax.init_cache(config, kvjax.policy("static", **policy), batch=1, max_len=2500)
     keys, values = random(1, KV, 2400, DIM, seed=1), random(1, KV, 2400, DIM, seed=2)
@@ -148,7 +148,7 @@ def test_every_length_is_walked_to_its_end(heads, policy):
 
 @pytest.fixture
 def walked(monkeypatch):
-    """The layers that are walked block by block, while nothing is compiled."""
+    """The layers that are walked block by block, without jit."""
     calls = []
     walk = blocks._by_blocks
 
@@ -186,14 +186,14 @@ def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
     cache = kvjax.append(before, 0, one, one)
     walked.clear()
     found = kvjax.attend(queries, cache, 0, path="blocks")
-    # In float16, and where 16 bits are kept as whole numbers, all would first be copied.
+    # In float16, or with 16-bit numbers stored as integers, the section would first be copied.
     as_it_is = dtype != "float16" and not cache.layers[0].policy.keys.as_bits
     assert len(walked) == (0 if as_it_is else 1)
     wanted = kvjax.attend(queries, cache, 0, path="reference")
     tolerance = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-3}[dtype]
     np.testing.assert_allclose(*(np.asarray(x, float) for x in (found, wanted)), atol=tolerance)
 
-    # No number, in a slot that is not seen.
+    # NaN in a slot that no query sees.
     layer = cache.layers[0]
     codec = layer.policy.values
     stale = codec.encode(codec.decode(layer.values).at[:, :, 270].set(jnp.nan))
@@ -252,7 +252,7 @@ def test_a_bias_in_float64():
         return -slopes[:, None, None] * distance
 
     wanted = kvjax.attend(queries, cache, 0, bias=bias)
-    # JAX 0.7 has it in `jax.experimental` alone, where newer versions say that it is old.
+    # JAX 0.7 has it only in `jax.experimental`, where newer versions deprecate it.
     with (jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64)(True):
         assert bias(jnp.zeros((1, 1)), jnp.zeros((1, 1))).dtype == jnp.float64
         found = kvjax.attend(queries, cache, 0, bias=bias)

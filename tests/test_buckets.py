@@ -1,4 +1,4 @@
-"""Attention by buckets, in sizes so small that short texts have many."""
+"""The path ``buckets``, with small sizes, so that short sequences have many."""
 
 import functools
 
@@ -15,7 +15,7 @@ from tests.test_kernels import DIM, HEADS, KV, SETTINGS, agree, filled, random
 
 @pytest.fixture(autouse=True, scope="module")
 def small():
-    """For the whole file, as a layer's trace is kept, and knows the sizes."""
+    """For the whole file, because the traces of layers are cached and depend on the sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_SIZE", 16), ("TILE", 8), ("CHUNK", 16)):
             patch.setattr(buckets, name, value)

@@ -1,4 +1,4 @@
-"""Codecs by themselves: packing, bytes, error bounds, and what attention asks of them."""
+"""Codecs alone: packing, bytes, error bounds, and products."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ BLOCK, DIM = 64, 64
 
 @functools.cache
 def stored_and_back(codec):
-    """A codec's ``encode``, and ``decode`` after it, as one program."""
+    """``encode`` and then ``decode``, as one program."""
 
     @jax.jit
     def both(x):
@@ -34,7 +34,7 @@ def stored_and_back(codec):
 
 
 def back(codec, x):
-    """What becomes of numbers."""
+    """Numbers after ``encode`` and ``decode``."""
     return np.asarray(stored_and_back(codec)(np.asarray(x))[1])
 
 
@@ -48,7 +48,7 @@ def resolved(codec, dtype="float32"):
 
 
 def blocks(seed=0, batch=2, heads=2, count=3, block=BLOCK, dim=DIM):
-    """Numbers as keys are: channels of their own scale and mean, some tokens far off."""
+    """Numbers similar to keys: channels differ in scale and mean, and some tokens are outliers."""
     random = np.random.default_rng(seed)
     x = random.normal(size=(batch, heads, count, block, dim))
     x = x * np.exp(random.normal(size=(1, heads, 1, 1, dim))) + random.normal(size=dim)
@@ -119,7 +119,7 @@ def test_a_group_of_64_takes_its_bits_and_its_scale(codec, percent):
 
 
 def scale_of(codec, store):
-    """Each number's scale."""
+    """The scale of each number."""
     return np.asarray(_scales(codec, store))
 
 
@@ -161,8 +161,8 @@ def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, s
     error = np.abs(found - x)
     tiny = 1e-36 + 1e-6 * np.abs(x)
     if bits > 1:
-        # The distance from the zero point, and its quotient, are rounded once each in float32: by
-        # half of 2**-23 of so many scales.
+        # The distance from the zero point and the quotient are rounded once each in float32, by
+        # half of 2**-23 per scale.
         assert np.all(error <= scale * (0.5 + 2.0**bits * 2**-23) + tiny)
     else:  # two values, about the mean: as a whole they are nearer than the mean alone
         axes = tuple(range(x.ndim))
@@ -216,7 +216,7 @@ def test_products_are_those_of_the_decoded_numbers(name):
 
 @pytest.mark.parametrize("name", CODECS)
 def test_a_block_is_stored_alike_in_any_company(name):
-    """One by one, all together, in other batches, compiled or not: the same bytes."""
+    """A block has the same bytes alone, with other blocks, in other batches, and without jit."""
     codec, x = resolved(CODECS[name]), jnp.asarray(blocks(count=5, block=16, dim=8))
     whole = jax.tree.leaves(jax.jit(codec.encode)(x))
     companies = itertools.product((1, 2), (1, 2)) if FULL else ((1, 1), (2, 2))
@@ -286,7 +286,7 @@ def test_plain_functions_on_any_array():
 
 
 def test_the_textbooks_absmax():
-    """One scale for all of a row's numbers, 127 its largest code."""
+    """Absmax int8: one scale per row, and 127 as the largest code."""
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
     codec = Int8(per="tensor", scales=Raw("float16"))
     keys, _ = kvjax.codecs.quantize_kv(x, x, codec, block=None)
@@ -345,8 +345,8 @@ def test_no_gradient_is_silently_zero():
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_the_largest_numbers_stay_finite(name, dtype):
-    """Scales are rounded up and means are sums, but neither leads out of a dtype: no empty slot
-    may hold what no weight makes 0."""
+    """Scales are rounded up and means are sums, but neither overflows a dtype: in an empty slot
+    0 * inf would be NaN."""
     codec = resolved(CODECS[name], dtype)
     largest = np.full((1, 2, 1, 64, 16), np.finfo(dtype).max, dtype)
     for numbers in (largest, -largest, np.where(np.arange(16) % 2, largest, -largest)):
@@ -361,12 +361,12 @@ def test_a_block_that_is_not_full_keeps_its_means(tokens):
     mean = x.mean(axis=2, keepdims=True)
     spread = np.abs(x - mean).mean(axis=2, keepdims=True)
     wanted = np.where(x > mean, mean + spread, mean - spread)
-    # Of 64 places, some tokens have one more than others.
+    # Groups of 64 do not have equally many numbers of each token.
     assert np.abs(found - wanted).mean() < (0.02 if 64 % tokens == 0 else 0.1)
 
 
 def test_transformers_residuals_that_are_shorter_than_a_block():
-    """As its own tests have: no more than the newest block stays raw."""
+    """As in Transformers' own tests: only the newest block stays raw."""
     policy = kvjax.transformers_policy(residual_length=4)
     assert (policy.block, policy.recent, policy.keys.group) == (8, 0, 64)
     assert kvjax.transformers_policy(residual_length=8) == policy

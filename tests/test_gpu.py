@@ -1,4 +1,4 @@
-"""The Mosaic GPU kernel, interpreted on a CPU as a GPU runs it: a race is an error."""
+"""The Mosaic GPU kernel, interpreted on a CPU. Races are errors."""
 
 import types
 from typing import Any
@@ -22,7 +22,7 @@ RARE = pytest.mark.rare
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Kernels with race detection, in traces of their own."""
+    """Kernels with race detection, in separate traces."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     params: Any = plgpu
@@ -32,7 +32,7 @@ def interpreted(monkeypatch):
 
 
 def agree(name, head_dim, calls, dtype="float32", tolerance=1e-5, settings=()):
-    """The kernel gives what the reference gives, and leaves the same cache."""
+    """Assert that the kernel and the reference give the same outputs and the same cache."""
     policy = POLICIES[name]
     wanted, there = run(policy, "cpu", "reference", head_dim, calls, dtype, settings)
     found, cache = run(policy, "gpu", "pallas", head_dim, calls, dtype, settings)
@@ -59,7 +59,7 @@ SERVED = [name for name in POLICIES if name not in ("int4", "pages-int4")]
     ],
 )
 def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, interpreted):
-    """Over texts of several pieces, in calls of many tokens, of some and of one."""
+    """Over several tiles, in calls of many, several and one token."""
     tolerance = {"float32": 5e-6, "float16": 4e-3, "bfloat16": 2e-2}[dtype]
     agree(name, head_dim, (90, 5, 1), dtype, tolerance)
 
@@ -74,13 +74,13 @@ def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, interp
     ids=str,
 )
 def test_the_kernel_and_settings(settings, interpreted):
-    """What no query sees before a window is not read."""
+    """Tiles before the window are not read."""
     agree("raw", 64, (150, 9), settings=settings)
 
 
 @pytest.mark.parametrize("without", ["barrier_wait", "commit_smem"])
 def test_planted_races_are_found(without, interpreted, monkeypatch):
-    """Numbers are read before they have arrived, or written over before they are read."""
+    """Numbers are read before they arrive, or overwritten before they are read."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     from kvjax.attention.kernels import mosaic_gpu

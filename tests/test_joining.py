@@ -1,4 +1,4 @@
-"""A layout and a codec that nobody built before join the law matrix by a line each."""
+"""A new layout and a new codec join the matrix of laws with one line each."""
 
 import dataclasses
 import functools
@@ -71,7 +71,7 @@ class Sixteenths(Codec):
 
 @pytest.fixture
 def joined(monkeypatch):
-    """The two lines."""
+    """The matrix with both lines."""
     monkeypatch.setitem(matrix.LAYOUTS, "halves", (Halves(), (None, 0)))
     monkeypatch.setitem(matrix.CODECS, "sixteenths", Sixteenths())
 
@@ -118,7 +118,7 @@ class Assigned(Sixteenths):
 FORMS: tuple[Codec, ...] = (
     Sixteenths(), Computed(), Unrelated(), Required(None, True, joins_heads=False), Assigned()
 )  # fmt: skip
-"""As type checkers see it too."""
+"""Each of them is a ``Codec`` for type checkers."""
 
 
 @pytest.mark.parametrize("codec", FORMS, ids=lambda codec: type(codec).__name__)
@@ -178,7 +178,7 @@ def test_the_copy_law_holds(joined):
 
 @pytest.mark.slow
 def test_a_wrong_layout_does_not_pass(joined, monkeypatch):
-    """The law sees one slot that is not where it was said to be."""
+    """The law detects a slot at a wrong position."""
     monkeypatch.setattr(
         Halves, "positions", lambda self, length, written, slots: jnp.where(
             slots < length[:, None], slots, -1)

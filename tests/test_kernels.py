@@ -1,4 +1,4 @@
-"""Attention's paths against the one that is plain to read, on every layout and codec they serve."""
+"""Attention paths against the reference, for every layout and codec that they support."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
 HEADS, KV, DIM = 4, 2, 16
 CALLS = ("jit", "pjit")
 LENGTHS = (0, 9, 61)
-"""Tokens of the rows before the call that is looked at."""
+"""Tokens in the rows before the tested call."""
 
 
 def random(*shape, seed=0, dtype="float32"):
@@ -33,7 +33,7 @@ def random(*shape, seed=0, dtype="float32"):
 
 
 def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32", spoil=True):
-    """A cache of one layer whose rows hold so many tokens; raw slots that hold none have NaN."""
+    """A cache of one layer with these tokens per row. Empty raw slots hold NaN."""
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=kv, head_dim=dim, dtype=dtype
     )
@@ -68,7 +68,7 @@ def filled(policy, lengths=LENGTHS, max_len=80, kv=KV, dim=DIM, dtype="float32",
 
 
 def spoilt_pages(cache):
-    """With NaN in all slots of all pages that hold nothing, free pages among them."""
+    """The same cache with NaN in every empty slot of every page, including free pages."""
     layer, pool = cache.layers[0], cache.pools[0]
     page = layer.policy.layout.page_size
     taken = np.zeros((pool.pages, page), bool)
@@ -92,8 +92,8 @@ APPEND = jax.jit(append)
 
 
 def both(path, cache, new=1, heads=HEADS, **settings) -> tuple[np.ndarray, np.ndarray]:
-    """The mixtures of a path and of the reference for the tokens of one more call; of rows that
-    take fewer than all of them too."""
+    """The outputs of a path and of the reference for one more call, in which some rows take fewer
+    tokens."""
     layer = cache.layers[0]
     shape = (cache.batch, layer.kv_heads, new, layer.head_dim)
     dtype = layer.policy.keys.dtype
@@ -130,7 +130,7 @@ def test_sizes_of_buckets(tokens):
 
 
 def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
-    """The bucket is chosen in the step, by one ``switch``: what stands beyond it is not read."""
+    """One ``switch`` in the step chooses the bucket. Slots after it are not read."""
     cache = filled(kvjax.policy("static"), (3, 9), max_len=4096)
     queries = random(2, HEADS, 1, DIM)
 
@@ -139,7 +139,7 @@ def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
         return kvjax.attend(queries, cache, 0, causal=False, path="buckets")
 
     def equations(program):
-        """Those of a program, and of the programs that it calls."""
+        """The equations of a jaxpr, and of the jaxprs that it calls."""
         for equation in program.eqns:
             inner = equation.params.get("jaxpr") if equation.primitive.name in CALLS else None
             yield from [equation] if inner is None else equations(inner)
@@ -156,7 +156,7 @@ def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_buckets_keep_the_copy_law(dtype):
-    """Pieces are slices, which a CPU copies; half a layer is never made, whatever its size."""
+    """Chunks are slices, which a CPU copies. No temporary is as large as half a layer."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=DIM, dtype=dtype)
     one = jax.ShapeDtypeStruct((2, 2, 1, DIM), dtype)
 
@@ -217,7 +217,7 @@ def test_kernel_and_settings(settings):
 @by_triton
 @pytest.mark.parametrize(("layout", "name"), [("dense", "raw"), ("dense", "int4"), ("ring", "raw")])
 def test_kernel_and_many_queries(layout, name):
-    """More rows than a program takes: blocks of them, the last one not full."""
+    """More rows than a program takes: several blocks, the last one not full."""
     codec = CODECS.get(name, Raw())
     policy = kvjax.CachePolicy(LAYOUTS[layout][0], codec, codec, block=BLOCK)
     room = 40 if layout == "dense" else 12
@@ -265,7 +265,7 @@ def test_the_table(call, path):
 
 
 def a_gpu():
-    """What says which GPU to compile for; before JAX 0.11 none had to be named."""
+    """The option that names the GPU to compile for. JAX needs it since 0.11."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         return contextlib.nullcontext()
     try:
@@ -276,7 +276,7 @@ def a_gpu():
 
 
 def lowered(path, name, platform, new=1, dim=64, dtype="bfloat16", **settings):
-    """The program of a call for another platform, as text; its compiler is not needed for that."""
+    """The lowered program of a call for another platform, as text, without its compiler."""
     codec = CODECS.get(name, Raw())
     codec = codec.resolve(dtype, platform)
     policy = kvjax.CachePolicy(Dense(), codec, codec)

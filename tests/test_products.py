@@ -1,4 +1,4 @@
-"""Products of a few rows with weights, in the forms that CPUs are fast in."""
+"""Products of a few rows with weights, in the forms that are fast on CPUs."""
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ def test_no_copy_of_the_weights_is_made(rows, dtype):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("rows", [1, SINGLE_ROWS, SINGLE_ROWS + 1, FEW_ROWS - 1, FEW_ROWS])
 def test_scores_in_every_form(batch, rows):
-    """Few queries in float32, in the order that CPUs are fast in."""
+    """Few float32 queries, with operands in the order that is fast on CPUs."""
     rng = np.random.default_rng(0)
     queries, keys = (rng.normal(size=(batch, 3, n, 16)).astype(np.float32) for n in (rows, 40))
     found = jax.jit(plain_scores)(queries, keys)

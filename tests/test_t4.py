@@ -1,4 +1,4 @@
-"""A GPU without bfloat16, and without kernels: what models are loaded in."""
+"""A GPU without bfloat16 and without kernels: the dtype that models are loaded in."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ T4 = Target("gpu", (7, 5))
 
 
 def written(folder, dtype=jnp.bfloat16, **factors):
-    """A checkpoint of bfloat16, some of its tensors multiplied."""
+    """A bfloat16 checkpoint with some of its tensors scaled."""
     write_llama(folder, dtype=dtype, torch_dtype=jnp.dtype(dtype).name)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -61,7 +61,7 @@ def loaded(folder, capsys, target=T4, **given):
     ids=["it fits", "zeros", "too large", "too small", "zeros in float16"],
 )
 def test_a_checkpoint_of_bfloat16(tmp_path, capsys, factors, dtype, told):
-    """In float16 where its numbers have that range, otherwise in float32; and a line says so."""
+    """Loaded in float16 if its numbers are in range, otherwise in float32, with a message."""
     lm, line = loaded(written(tmp_path / "llama", **factors), capsys)
     assert lm.config.dtype == dtype
     assert line.count("\n") == 1 and "has no bfloat16, computing in " in line and told in line
@@ -81,13 +81,13 @@ def test_a_checkpoint_of_bfloat16(tmp_path, capsys, factors, dtype, told):
     ids=str,
 )
 def test_what_is_not_narrowed(tmp_path, capsys, given, target, stored, dtype):
-    """What was asked for, other checkpoints, and other devices; and nothing is said of it."""
+    """Explicit dtypes, other checkpoints and other devices do not change, without a message."""
     lm, line = loaded(written(tmp_path / "llama", stored), capsys, target, **given)
     assert lm.config.dtype == dtype and not line
 
 
 def test_on_a_mesh_too(tmp_path, capsys):
-    """Each tensor's range is that of the whole, not of a device's share."""
+    """The whole tensor decides, not the shard of a device."""
     mesh = kvjax.make_mesh(tensor=2)
     lm, line = loaded(written(tmp_path / "fits"), capsys, mesh=mesh)
     assert lm.config.dtype == "float16" and "float16" in line
@@ -100,7 +100,7 @@ def test_on_a_mesh_too(tmp_path, capsys):
 @pytest.mark.parametrize("path", ["buckets", "blocks"])
 @pytest.mark.parametrize("policy", ["static", "ring", "paged"])
 def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
-    """There is NaN in it, which products of few queries leave out by its weight of 0."""
+    """An empty slot holds NaN. Products of few queries leave it out because its weight is 0."""
     chosen = {
         "static": kvjax.policy("static"),
         "ring": kvjax.CachePolicy(Ring(32, sinks=4, slack=44)),
@@ -114,7 +114,7 @@ def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
 
 @pytest.mark.parametrize("kind", ["gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "t5"])
 def test_models_whose_activations_exceed_float16(tmp_path, kind):
-    """They are known by their type, and computed in float32."""
+    """They are recognized by their model type, and computed in float32."""
     folder = write_llama(tmp_path / "llama", torch_dtype="bfloat16")
     config = read_config(folder)
     assert compute_dtype(config, None, T4) == "float16"

@@ -1,7 +1,7 @@
-"""What a TPU does, interpreted here: its order of what is stored, its writes, and its kernel.
+"""TPUs, interpreted on a CPU: storage orders, writes, and the kernel.
 
-Kernels are interpreted as a TPU runs them: a race, or a read beyond an array, is an error, and
-memory that nobody wrote has NaN in it.
+The kernel is interpreted as a TPU runs it. Races and reads out of bounds are errors, and memory
+that was never written holds NaN.
 """
 
 import dataclasses
@@ -67,15 +67,15 @@ POLICIES = {
         values=Unrotated(INT4),
     ),
 }
-"""The cells of the kernel: each codec that it reads, and each order, once."""
+"""Policies for the kernel: each codec that it reads, and each storage order, once."""
 
 
 STRICTLY = JAX >= (0, 8)
-"""Whether kernels can be interpreted strictly: JAX 0.7 fails to where they are in a branch."""
+"""Whether kernels can be interpreted strictly. JAX 0.7 can't interpret a kernel in a branch."""
 
 
 def assert_no_races():
-    """Of the kernels that were interpreted last."""
+    """Assert that the last interpreted kernels had no races."""
     if STRICTLY:
         from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
@@ -84,20 +84,20 @@ def assert_no_races():
 
 @pytest.fixture
 def strict(monkeypatch):
-    """Kernels of small tiles, so that a text has some, interpreted strictly."""
+    """Kernels with small tiles, so that a short sequence has several, interpreted strictly."""
     monkeypatch.setattr(mosaic_tpu, "MAX_TOKENS", 128)
     monkeypatch.setattr(mosaic_tpu, "MAX_ROWS", 128)
     if STRICTLY:
         monkeypatch.setattr(common, "INTERPRETED", pltpu.InterpretParams(
             detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan"
         ))  # fmt: skip
-    # Traces that were made with other settings must not be found, nor others find those with these.
+    # Do not reuse traces that were made with other settings, or leave traces with these.
     monkeypatch.setattr(attend, "_attend_once", attend._attend)
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
 
 
 def in_one_program():
-    """What calls of a layer are, compiled."""
+    """``append``, ``attend`` and ``advance`` of one layer, compiled together."""
 
     @functools.partial(jax.jit, static_argnames=("path", "settings"))
     def call(cache, queries, keys, values, lengths, path, settings=()):
@@ -112,11 +112,11 @@ call = in_one_program()
 
 
 TARGETS = {"cpu": Target("cpu"), "tpu": Target("tpu"), "gpu": Target("gpu", (9, 0))}
-"""What a platform's caches and kernels are here: a GPU is an H100."""
+"""The targets of these tests. The GPU is an H100."""
 
 
 def run(policy, platform, path, head_dim, calls, dtype="float32", settings=()):
-    """The mixtures of some calls, and the cache behind them."""
+    """The attention outputs of several calls, and the cache after them."""
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=head_dim, dtype=dtype
     )
@@ -139,7 +139,7 @@ READ = jax.jit(lambda cache: kvjax.read(cache, 0))
 
 
 def by_position(cache):
-    """What a layer holds, a row: keys and values by position."""
+    """The keys and values of each row, by position."""
     keys, values, positions = (np.asarray(x, np.float32) for x in READ(cache))
     return [
         {int(p): (keys[row, :, n], values[row, :, n]) for n, p in enumerate(at) if p >= 0}
@@ -167,7 +167,7 @@ def by_position(cache):
     ],
 )  # fmt: skip
 def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict):
-    """Over texts of several tiles, in calls of one token, and of many, or some."""
+    """Over several tiles, in calls of one, several and many tokens."""
     some = (21,) if name in ("raw", "int4") else ()
     given = POLICIES[name], head_dim, (150, 150, *some, 1), dtype
     policy, *rest = given
@@ -196,8 +196,8 @@ RECOMPUTED = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "platform"), RECOMPUTED)
 def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
-    """The recompute law of the kernels and of folded products: a text gets, cut anyhow, what one
-    pass gives it, and the same arrays."""
+    """The recompute law with kernels: a sequence divided into any chunks gives the outputs and
+    arrays of one pass."""
     if platform == "gpu":
         monkeypatch.setattr(common, "INTERPRETED", True)  # as is strict for TPUs' alone
     policy, total = POLICIES[name], 290
@@ -235,7 +235,7 @@ def test_any_chunks_give_one_pass(name, platform, strict, monkeypatch):
     ids=str,
 )
 def test_the_kernel_and_settings(settings, strict):
-    """What no query sees before a window is not read."""
+    """Tiles before the window are not read."""
     given = POLICIES["raw"], "tpu", 128, (150, 9), "float32", settings
     policy, platform, *rest = given
     wanted, _ = run(policy, "cpu", "reference", *rest)
@@ -246,7 +246,7 @@ def test_the_kernel_and_settings(settings, strict):
 
 @jax.jit
 def twice(cache, again):
-    """Rows the other way round, and as they were, less nine tokens; and that in 8 bits."""
+    """The cache with its rows reversed, and rewound by nine tokens; and that cache in 8 bits."""
     both = kvjax.rewind(kvjax.concatenate([kvjax.select(cache, jnp.array([1, 0])), again]), 9)
     return both, kvjax.convert(both, kvjax.policy("static", bits=8), max_len=TOKENS)
 
@@ -256,7 +256,7 @@ def twice(cache, again):
     "name", ["raw", *(pytest.param(n, marks=pytest.mark.rare) for n in ("rotated", "int4"))]
 )
 def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
-    """Fork, rows, growth, conversion, rewinding: what is kept in another order goes on alike."""
+    """Fork, select, grow, convert and rewind with the storage orders of a TPU."""
     found = []
     for platform in ("cpu", "tpu"):
         policy = replace(POLICIES[name], layout=Growing(start=256))
@@ -280,7 +280,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
 )
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centered", "float8", "raw"])
 def test_orders_keep_every_number(name, head_dim):
-    """What is kept is given back, units may be sliced from it, and no tile is left half empty."""
+    """Orders are inverted exactly, units can be sliced, and tiles are filled."""
     policy = replace(POLICIES[name], block=64)
     codec = policy.keys.resolve("bfloat16", "tpu")
     block = 64 if policy.has_tail else None
@@ -298,7 +298,7 @@ def test_orders_keep_every_number(name, head_dim):
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("codec", [Int8(), Int4("head"), INT4], ids=str)
 def test_units_on_a_host_are_whole(codec, apart):
-    """In tiles of eight rows; apart, a device of a mesh has some heads' pieces."""
+    """Tiles have eight rows. With separate heads, a device of a mesh has the tiles of its heads."""
     codec = codec.resolve("bfloat16", "tpu")
     orders = orders_of("tpu", codec, 64, 64, 1, 4, apart)
     numbers = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 5, 64, 64)), "float32")
@@ -320,7 +320,7 @@ def test_units_on_a_host_are_whole(codec, apart):
 )
 @pytest.mark.rare
 def test_bodies_on_the_host_of_a_tpu(name, prefetch):
-    """Their blocks go there row by row, and come back, in an order of their own."""
+    """Blocks move to the host row by row and back, in a storage order for the host."""
     policy = replace(POLICIES[name], placement=kvjax.Host(prefetch))
     wanted, there = run(policy, "cpu", "reference", 64, (150, 21, 1))
     found, cache = run(policy, "tpu", None, 64, (150, 21, 1))
@@ -332,7 +332,7 @@ def test_bodies_on_the_host_of_a_tpu(name, prefetch):
 @pytest.mark.slow(but=("int4",))
 @pytest.mark.parametrize("name", ["raw", "int4"])
 def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
-    """And, on a mesh, to other devices: what is kept in another order there is turned."""
+    """A cache moves to the host and, on a mesh, to other devices; its storage order changes."""
     policy, numbers = replace(POLICIES[name], placement=kvjax.Host()), {}
     _, cache = run(policy, "tpu", None, 64, (200,))
     wanted = by_position(cache)
@@ -347,7 +347,7 @@ def test_a_cache_moves_to_the_host_of_a_tpu_and_back(name):
 @pytest.mark.rare
 @pytest.mark.parametrize("name", [pytest.param("int8", marks=pytest.mark.rare), "int4"])
 def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
-    """Each device has the units of its heads, which go from one device there, and back."""
+    """Each device has the units of its heads. They move to the host and back."""
     monkeypatch.setattr(MeshSharding, "target", Target("tpu"))
     policy = replace(POLICIES[name], placement=kvjax.Host())
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=4, head_dim=64)
@@ -373,7 +373,7 @@ def test_bodies_on_the_hosts_of_a_mesh_of_tpus(name, monkeypatch):
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 @pytest.mark.parametrize("name", ["raw", pytest.param("int4", marks=pytest.mark.rare)])
 def test_vmap_over_caches_of_accelerators(name, platform):
-    """Three texts, each with a cache of its own, at different lengths."""
+    """Three sequences of different lengths, each with its own cache."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=64)
     generator = np.random.default_rng(0)
     queries, keys, values = (
@@ -396,7 +396,7 @@ def test_vmap_over_caches_of_accelerators(name, platform):
 
 @pytest.mark.rare
 def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
-    """Also where what a kernel would go on from is not to be turned back."""
+    """Also with transformed values, where a kernel can't continue from an earlier softmax."""
     given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
     wanted, _ = run(*given)
     in_order = inputs.sections
@@ -410,7 +410,7 @@ def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
 
 
 def assert_same(found, wanted):
-    """Bit for bit, by row and position."""
+    """Equal bit for bit, by row and position."""
     for here, there in zip(found, wanted, strict=True):
         assert here.keys() == there.keys()
         for position, numbers in there.items():
@@ -419,7 +419,7 @@ def assert_same(found, wanted):
 
 @pytest.mark.rare
 def test_calls_that_the_kernel_does_not_serve_go_another_way():
-    """By the table; by its name the path says why."""
+    """By default another path serves them; ``path="pallas"`` raises with the reason."""
     cell = kvjax.policy(bits=3), "tpu"
     found, _ = run(*cell, None, 128, (100, 1))
     wanted, _ = run(kvjax.policy(bits=3), "cpu", "reference", 128, (100, 1))
@@ -464,7 +464,7 @@ class Flat(Codec):
     ids=str,
 )
 def test_what_kernels_do_not_read_goes_another_way(codec, platform):
-    """Codecs of somebody's own, scales a head, three bits."""
+    """User-defined codecs, scales per head, and three bits."""
     policy = kvjax.CachePolicy(keys=codec, values=codec)
     wanted, _ = run(policy, "cpu", "reference", 64, (150, 1))
     found, _ = run(policy, platform, None, 64, (150, 1))
@@ -486,7 +486,7 @@ def test_what_kernels_do_not_read_they_refuse(codec, platform):
 
 @pytest.mark.rare
 def test_small_weights_times_small_scales_in_float16():
-    """Their products have more than 16 bits."""
+    """Their products underflow in 16 bits."""
     codec = Float8("e5m2")
     policy, settings = kvjax.CachePolicy(keys=codec, values=codec), (("scale", 0.01),)
     found, _ = run(policy, "tpu", "pallas", 128, (300, 1), "float16", settings)
@@ -496,7 +496,7 @@ def test_small_weights_times_small_scales_in_float16():
 
 
 def test_gradients_pass_by_the_kernel():
-    """They are those of the walk."""
+    """The gradients are those of the path ``blocks``."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=64)
     given = [jnp.asarray(np.random.default_rng(n).normal(size=(2, h, 5, 64)), "float32")
              for n, h in enumerate((HEADS, KV, KV))]  # fmt: skip
