@@ -252,7 +252,7 @@ class GrowingMachine(CacheMachine):
 
 class ConvertingMachine(CacheMachine):
     """Two rings that keep different tokens, converted to other slacks; ``low``: of each row, the
-    first position behind the sinks that each layer still holds."""
+    first position after the sinks that each layer still holds."""
 
     sights = ((6, 0), (4, 2))
     policy = [kvjax.CachePolicy(Ring(w, s, k)) for (w, s), k in zip(sights, (3, 5))]  # noqa: B905, RUF012
@@ -301,8 +301,8 @@ class ConvertingMachine(CacheMachine):
 
 
 class CodedMachine(CacheMachine):
-    """A tail, and blocks behind it that were encoded once: what a row's list says of them is what
-    the codec makes of the tokens that stand in it now."""
+    """A tail, and a body of blocks that were encoded once. A row's list holds what the codec makes
+    of the tokens that are in the block now."""
 
     codecs = CODECS["int4"], CODECS["int2"]
     recent = 1
@@ -314,7 +314,7 @@ class CodedMachine(CacheMachine):
         self.codes = [codes(codec) for codec in self.codecs]
 
     def rewindable(self, row):
-        """What the tail still has: all that the next token sees raw, and the block behind."""
+        """The tail still holds everything that the next token sees raw, and one block more."""
         kept = self.most[row] - (self.recent + 2) * BLOCK
         least = (-(-kept // BLOCK) + self.recent) * BLOCK + 1 if kept > 0 else 0
         return max(min(len(self.rows[row]) - least, super().rewindable(row)), 0)
@@ -406,7 +406,7 @@ def test_users_see_the_real_shape_and_dtype(policy):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_users_see_the_dtype_that_they_asked_for(dtype):
-    """However its bits are stored: layers are not part of what is public."""
+    """The dtype of numbers, not that of the stored bits, which are private."""
     cache = kvjax.init_cache(tiny_config(), kvjax.policy("static", dtype=dtype), max_len=8)
     assert {x.dtype.name for x in kvjax.read(cache, 0)[:2]} == {dtype}
     assert "LayerCache" not in kvjax.__all__
@@ -415,7 +415,7 @@ def test_users_see_the_dtype_that_they_asked_for(dtype):
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "narrow"])
 @pytest.mark.parametrize("codecs", teams()[::3], ids="-".join)
 def test_arrays_are_committed_where_a_device_a_mesh_or_a_memory_is_named(layout, codecs):
-    """And else as uncommitted as those of `jnp.zeros`."""
+    """Arrays are uncommitted otherwise, as with `jnp.zeros`."""
 
     def committed(**settings):
         cache = kvjax.init_cache(CONFIG, held(codecs, layout, **place).policy, **sizes, **settings)

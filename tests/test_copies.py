@@ -35,7 +35,7 @@ def one_step(token, cache):
     """A step of a cache without a model: queries, keys and values come from a number a row."""
     held = cache.layers[0]
     channels = jnp.arange(1, 1 + held.head_dim, dtype=jnp.float32)
-    for layer in range(len(cache.layers)):  # each goes by what the one before it gave
+    for layer in range(len(cache.layers)):  # each layer depends on the one before
         x = jnp.sin(channels * token[:, None, None, None])
         shapes = ((len(token), heads, 1, held.head_dim) for heads in (held.kv_heads, 8))
         keys, queries = (jnp.broadcast_to(x, shape) for shape in shapes)
@@ -81,7 +81,7 @@ PROGRAMS = {"step": one_step, "while_loop": loop_of_steps, "scan": scan_of_steps
 
 
 def large(layout, size):
-    """A layout of the matrix, of so many tokens."""
+    """A layout of the matrix for ``size`` tokens."""
     made, (window, _) = LAYOUTS[layout]
     if layout.startswith("paged"):
         inner = made.inner
@@ -123,7 +123,7 @@ def check(cell):
 @pytest.mark.slow(but=("scan",))
 @pytest.mark.parametrize("form", FORMS)
 def test_a_model_copies_nothing(form):
-    """Layers of different layouts, and the weights beside them."""
+    """Layers with different layouts, and weights."""
 
     def step(token, cache, params):
         logits, cache = MODEL.apply(params, token[:, None].astype(jnp.int32), cache)

@@ -330,7 +330,7 @@ def test_the_traces_of_the_tests_of_transformers():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["dynamic", "hybrid", "sliding_window"])
 def test_generation_under_every_layout(tiny_llama, policy):
-    """Greedy tokens are those of the static cache where nothing is forgotten that is seen."""
+    """Greedy tokens equal the static cache's if the layout forgets nothing that queries see."""
     given = kvjax.policy(policy, window=40) if policy == "sliding_window" else policy
     prompts = [list(range(1, 30)), [5, 6]]
     wanted = kvjax.generate(tiny_llama, prompts, max_new_tokens=10, eos_token_ids=())
@@ -455,7 +455,7 @@ def test_a_gemma_3_shape_at_32k_takes_a_sixth_of_the_dense_memory():
 
 
 def test_a_long_call_that_does_not_fit_is_dropped_whole():
-    """Cut into parts of the ring's slack, none of them may slip in behind one that did not fit."""
+    """A long prompt is cut into chunks; if one does not fit, no later one may be written."""
     model, params = tiny_model(windows=(None, 6))
     apply = jax.jit(model.apply)
     cache = kvjax.init_cache(model.config, kvjax.policy("hybrid", slack=2), batch=2, max_len=10)

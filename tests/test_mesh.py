@@ -30,7 +30,7 @@ def alone(codecs, layout, heads):
 
 
 def run(cache, heads):
-    """What tokens get, in calls that end before, in and behind a block, and the cache."""
+    """The outputs of calls that end before, in and after a block, and the cache."""
     text, begins, found = laws.texts(ROWS, 8, HEADS[heads]), np.zeros(ROWS, int), []
     for take in (*(take for _, take in laws.in_chunks(LENGTHS, CHUNK)), TAKE):
         mixed, cache = laws.step(cache, begins, take, CHUNK, text)
@@ -100,7 +100,7 @@ def step(model, params, tokens, cache, lengths):
 
 
 def logits_of(model, params, cache):
-    """Those of prompts in two uneven calls, and of one more, real tokens alone."""
+    """The logits of prompts in two uneven calls, and of one more token; real tokens only."""
     rng = np.random.default_rng(5)
     tokens = rng.integers(0, 61, (ROWS, max(LENGTHS) + 13)).astype(np.int32)
     found, at, lengths = [], np.zeros(ROWS, int), np.asarray(LENGTHS)

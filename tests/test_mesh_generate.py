@@ -83,7 +83,7 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cell):
     assert found.stats.prompt_tokens == wanted.stats.prompt_tokens
     assert found.stats.stop_reasons == wanted.stats.stop_reasons
     assert found.cache.batch == -(-3 // found.cache.spread.rows) * found.cache.spread.rows
-    # What was there goes on, in the rows that were asked for.
+    # Continue the cache of the earlier call, with the same settings.
     more = [
         kvjax.generate(model, made.unfed, cache=made.cache, max_new_tokens=3, **SHARED)
         for model, made in ((tiny_llama, wanted), (lm, found))
@@ -193,7 +193,7 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
 
 
 def told(result: Any) -> list[Any]:
-    """Log-probabilities, those of a token's own and of its likeliest."""
+    """The log-probabilities of each token and of its likeliest alternatives."""
     return [
         [score.logprob, *sum(score.likeliest, ())] for row in result.logprobs or () for score in row
     ]

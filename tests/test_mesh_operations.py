@@ -59,7 +59,7 @@ def test_wrong_meshes_are_refused():
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Slopes:
-    """A bias that is a pytree, of an array and of what is none; and it is as long as nothing."""
+    """A bias that is a pytree with an array and a field that is not one, and whose length is 0."""
 
     slopes: Any
     name: str = "slopes"

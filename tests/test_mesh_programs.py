@@ -32,7 +32,7 @@ from tests.test_copies import PROGRAMS
 # Every collective of a step that is not of the model as a whole, by hand: see docs/sharding.md.
 A_LAYER = {
     "8-1-1": {},
-    "1-8-1": {"all-reduce": 2},  # behind attention's and the feed-forward layer's second matrix
+    "1-8-1": {"all-reduce": 2},  # after the output projections of attention and the MLP
     "1-1-8": {"all-reduce": 2},  # the highest score, and the sums
     "2-2-2": {"all-reduce": 4},
 }
@@ -167,8 +167,8 @@ def test_bytes_and_operations_halve_as_devices_double(axis):
 
 @pytest.mark.slow
 def test_rows_are_drawn_and_checked_where_they_are():
-    """With all that goes by their texts, devices tell each other single numbers: which rows are
-    done, what drafts are worth."""
+    """Even with all settings that depend on the tokens, devices exchange only scalars: which rows
+    are done, and how many draft tokens were accepted."""
     made = kvjax.compile(
         one_layer().on(kvjax.make_mesh(data=2, devices=jax.devices()[:2])), batch=2, max_len=32,
         temperature=0.8, top_p=0.9, repetition_penalty=1.2, no_repeat_ngram_size=3,

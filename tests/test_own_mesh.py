@@ -188,7 +188,7 @@ def test_set_mesh_of_a_layer_of_ones_own(policy, kind):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_set_mesh_around_generate_and_rollout(lm, policy, kind):
-    """Log-probabilities are those of one device, with a cache that was placed, too."""
+    """Log-probabilities equal one device's, also with a cache that the caller placed."""
     prompts, module = TOKENS.tolist(), example("own_set_mesh")
     settings = {"max_new_tokens": 4, "logprobs": True, "eos_token_ids": ()}
     mesh = module.make_mesh(KINDS[kind])

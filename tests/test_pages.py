@@ -35,7 +35,7 @@ FREE_PAGES = range(PAGES)
 
 
 def bits(count):
-    """So many truth values, in one draw."""
+    """``count`` booleans, in one draw."""
     return st.integers(0, 2**count - 1).map(lambda n: (n >> np.arange(count)) % 2 == 1)
 
 
@@ -47,7 +47,7 @@ def digits(most):
 
 
 class AllocatorMachine(RuleBasedStateMachine):
-    """Against tables that are lists, with whoever has a page besides counted apart."""
+    """Against a model with lists as tables. Pages retained by others are counted separately."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         return {*FREE_PAGES} - {*self.held()}
 
     def granted(self, wanted, before=0):
-        """The rows that can have so many pages, the first ones first."""
+        """The rows that can take the ``wanted`` pages; earlier rows first."""
         left, found = len(self.free()), []
         for n in wanted:
             before += n
@@ -128,7 +128,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     @rule(rows=digits(ROWS - 1), full=bits(ROWS))
     def fork(self, rows, full):
-        """Rows go on from others; those that are not full write in their last page."""
+        """New rows continue others; rows whose last page is not full write to it."""
         before = self.table[rows]
         last = (before >= 0).sum(1) - 1
         last = np.where(full, -1, last)
@@ -206,7 +206,7 @@ def test_the_allocator_inside_a_loop():
 
 
 def test_any_free_page_serves_so_nothing_is_moved_to_make_room():
-    """Whatever was taken and given back before, a row can have all pages that are free."""
+    """After any sequence of takes and frees, a row can have all free pages."""
     rng, pool = np.random.default_rng(0), kvjax.paging.PageAllocator.create(12, 4, 12)
     pool = jax.tree.map(jnp.asarray, pool)
     for _ in range(20):

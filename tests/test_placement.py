@@ -158,7 +158,7 @@ def test_operations_leave_bodies_on_the_host():
 
 @pytest.mark.rare
 def test_there_and_back():
-    """To the other place and back, a hundred times: nothing drifts, and nothing is left behind."""
+    """A hundred moves to the other place and back change nothing, and leak no memory."""
     near, far = policies(Dense(), CODECS["int4"], CODECS["int8"])
     _, cache = fed(near, (0, 16, 32, 48))
     wanted, _ = APPLY(TEXT[:, 48:52], cache)
@@ -225,7 +225,7 @@ def compiled(name, max_len, form, prefetch=0, layers=2):
     ],
 )
 def test_a_body_on_the_host_is_aliased_and_never_copied(name, form):
-    """And what is on the device beside it does not depend on how long the text may be: a block."""
+    """Temporary device memory is one block, and does not depend on the capacity."""
     temporary = []
     for max_len in (32768, 131072):
         program, cache = compiled(name, max_len, form)
@@ -239,8 +239,8 @@ STEPPED = tiny_config(num_hidden_layers=2, windows=(None, None), head_dim=16)
 
 
 def step_at(length, policy):
-    """A decode step behind so many tokens of every row, equation by equation: what moved, and the
-    cache before it."""
+    """Run a decode step equation by equation after filling every row: the bytes moved, and the
+    cache before the step."""
     cache = kvjax.init_cache(STEPPED, policy, batch=2, max_len=4096)
     held = jnp.full((2,), length, jnp.int32)
     cache = replace(cache, length=held, written=jnp.stack([held] * len(cache.layers), 1))
@@ -259,8 +259,8 @@ MOVES = pytest.mark.skipif(
 @pytest.mark.parametrize("codec", [CODECS["int4"], Raw()])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_every_block_comes_in_once(prefetch, codec):
-    """Of a step behind 3,450 of 4,096 tokens: blocks fetched while they are walked, filled ones
-    alone; a layer fetched ahead, whole, once. Nothing goes out."""
+    """A step after 3,450 of 4,096 tokens fetches filled blocks only, while attention reads them, or
+    a prefetched layer whole, once. Nothing is moved to the host."""
     policy = kvjax.CachePolicy(Dense(), codec, codec, kvjax.Host(prefetch))
     moved, cache = step_at(3450, policy)
     bodies = [tree_bytes((layer.keys, layer.values)) for layer in cache.layers]

@@ -42,14 +42,15 @@ def test_the_rule_of_sight_in_numbers(block, recent):
     for position in range(0, 999, 7):
         raw_from = int(split.raw_from(jnp.int32(position)))
         assert raw_from == max(position // block - recent, 0) * block
-        # What is older stands in the body by the time the query comes, and no more than that.
+        # Exactly the older blocks are in the body when the query comes.
         assert split.flushed(jnp.array([position + 1])).tolist() == [raw_from // block]
     assert split.tail.slots == (recent + 2) * block
     assert split.body.slots == 999 // block - recent
 
 
 def calls(start, stop, size):
-    """Start and tokens of calls: so many at once, and the rest one by one (each size compiles)."""
+    """The start and the number of tokens of calls: ``size`` at once, then one by one, because each
+    size compiles."""
     whole = start + (stop - start) // size * size
     yield from ((at, size) for at in range(start, whole, size))
     yield from ((at, 1) for at in range(whole, stop))
@@ -61,7 +62,7 @@ def calls(start, stop, size):
     [pytest.param(x, marks=[pytest.mark.rare] * (x != "dense")) for x in LAYOUTS],
 )
 def test_a_block_can_always_be_taken_back(layout):
-    """From anywhere, ``max_rewind`` tokens at least, and the text goes on as if they never were."""
+    """A row can always forget ``max_rewind`` tokens and continue as if they were never written."""
     made, _ = LAYOUTS[layout]
     policy = kvjax.CachePolicy(made, CODECS["int4"], CODECS["int8"], block=BLOCK)
     rewind = jax.jit(kvjax.rewind)
@@ -192,7 +193,7 @@ def test_what_is_no_number_sets_the_status(bad):
     x = np.ones((BATCH, KV, 3, DIM), np.float32)
     x[1, 0, 2, 3] = bad
     past = kvjax.append(cache, 0, x, x, lengths=np.array([3, 2], np.int32))
-    assert past.status.tolist() == [0, 0]  # it stands behind the row's real tokens
+    assert past.status.tolist() == [0, 0]  # padding after the row's real tokens
     for keys, values in ((x, np.ones_like(x)), (np.ones_like(x), x)):
         wrong = kvjax.append(cache, 0, keys, values)
         assert wrong.status.tolist() == [0, BAD_NUMBERS]
@@ -208,7 +209,7 @@ def test_exact_prefill_sees_its_own_call_raw():
     close(found, wanted)
     rule, _ = fed(INT4, 60)
     assert np.abs(np.asarray(rule) - np.asarray(wanted)).max() > 0.01
-    # What it leaves behind is the same as otherwise, and what the next call sees.
+    # It leaves the same cache as other calls, which the next call sees.
     same = kvjax.CachePolicy(Dense(), CODECS["int2"], CODECS["int2"], block=BLOCK)
     _, other = fed(same, 60)
     for a, b in zip(*map(jax.tree.leaves, (cache.layers[0], other.layers[0])), strict=True):
@@ -264,7 +265,7 @@ def test_generation_in_a_quantized_cache(name, tiny_llama):
 
 @pytest.mark.slow
 def test_a_stop_string_is_taken_back_from_a_tail(tiny_llama):
-    """However many steps a dispatch has, a row ends where its text does."""
+    """A row ends at its stop, regardless of the number of steps per dispatch."""
     policy = kvjax.policy("quantized", bits=8, block=8)
     free = kvjax.generate(tiny_llama, [[1, 5, 9]], max_new_tokens=60, cache=policy)
     stop = free.text[0][20:24]
