@@ -13,7 +13,16 @@ import pytest
 import kvjax.sampling.filters as ways
 from kvjax.sampling import sampler as sampling
 from kvjax.sampling.history import TokenHistory
-from kvjax.sampling.params import Filters, prepare_sampling
+from kvjax.sampling.params import (
+    NEUTRAL,
+    PARAMS,
+    Filters,
+    PenaltyKeywords,
+    SamplingArrays,
+    SamplingKeywords,
+    SamplingParams,
+    prepare_sampling,
+)
 
 VOCAB = 500
 
@@ -397,6 +406,25 @@ def test_nothing_is_sorted(settings):
 def test_settings_out_of_range_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         prepare_sampling(**{"seeds": [0], **settings})
+
+
+def test_every_parameter_is_declared_in_all_places():
+    names = {each.name for each in dataclasses.fields(SamplingParams)}
+    keywords = SamplingKeywords.__annotations__ | PenaltyKeywords.__annotations__
+    assert names == keywords.keys() == PARAMS.keys() | {"logit_bias", "logits_hook"}
+    arrays = {each.name for each in dataclasses.fields(SamplingArrays)}
+    assert arrays == NEUTRAL.keys() | {"seeds", "eos", "bias"}
+    steps = {param.step for param in PARAMS.values() if param.step}
+    flags = {each.name for each in dataclasses.fields(Filters)}
+    assert flags == steps | {"greedy", "bias", "mesh", "hook"}
+    filters, neutral = prepare_sampling(seeds=[0])
+    traced = {name: bool(value) for name, value in vars(neutral.filters).items()}
+    assert filters == Filters() and traced == vars(filters) | {"hook": False}
+    for name, value in NEUTRAL.items():
+        assert getattr(neutral, name).dtype == value.dtype
+        assert np.all(getattr(neutral, name) == value), name
+    for name, param in PARAMS.items():
+        assert name in (SamplingParams.__doc__ or "") and param.help and param.range
 
 
 @pytest.mark.slow

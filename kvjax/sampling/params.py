@@ -1,9 +1,14 @@
 """Sampling parameters: each declared once, checked, and turned into arrays with a value per row.
 
-To add a parameter that takes a number, add a field to ``SamplingParams`` and ``SamplingArrays``, a
-key to ``PenaltyKeywords``, and a flag to ``Filters``. Write the step in
-``kvjax.sampling.filters``, and apply it in ``kvjax.sampling.sampler``. ``generate`` and its
-relatives then accept it as a keyword.
+To add a parameter that takes a number:
+
+1. Here, declare it as a field of ``SamplingParams``. Add its type to ``PenaltyKeywords``, its array
+   to ``SamplingArrays``, and a flag for its step to ``Filters``.
+2. In ``kvjax.sampling.filters``, write the step as a function of logits.
+3. In ``kvjax.sampling.sampler``, apply the step where it belongs in the order.
+4. In ``tests/test_sampling.py``, compare it with a NumPy version.
+
+``generate``, ``stream``, ``generate_batches``, ``compile`` and chats then accept it as a keyword.
 """
 
 import math
@@ -195,15 +200,8 @@ class SamplingParams:
         Raises:
           ValueError: with the value that is out of its range, and the range.
         """
-        values = {name: as_python(getattr(self, name)) for name in PARAMS}
-        bias = {token: as_python(value) for token, value in (self.logit_bias or {}).items()}
+        values, bias = self._checked_values(), self._checked_bias()
         seeds = [as_python(seed) for seed in seeds]
-        for name, param in PARAMS.items():
-            optional = name not in ("temperature", "min_new_tokens")
-            if not (values[name] is None and optional):
-                _check(name, values[name], param.range, param.allowed)
-        for value in bias.values():
-            _check("logit_bias", value, "numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6)
         for seed in seeds:
             _check("seed", seed, "an integer from 0 to 2**64 - 1", _is_whole)
         if not eos_token_ids:
@@ -213,20 +211,18 @@ class SamplingParams:
         arrays: dict[str, Any] = {
             name: param.array_value(values[name]) for name, param in PARAMS.items()
         }
-        steps = {param.step: False for param in PARAMS.values() if param.step} | {
+        steps = {
             param.step: True
             for name, param in PARAMS.items()
             if param.step and arrays[name] != param.neutral
         }
-        filters = Filters(
-            greedy=greedy, bias=bool(bias), hook=_check_hook(self.logits_hook), **steps
-        )
+        hook = _check_hook(self.logits_hook)
+        filters = Filters(greedy=greedy, bias=bool(bias), hook=hook, **steps)
+        width = _MIN_WIDTH if bias else 0
         arrays |= {
-            "eos": _padded(list(eos_token_ids), NO_TOKEN),
-            "biased": _padded(list(bias), NO_TOKEN) if bias else np.zeros(0, np.int32),
-            "bias": _padded(list(bias.values()), np.float32(0))
-            if bias
-            else np.zeros(0, np.float32),
+            "eos": _padded(list(eos_token_ids), NO_TOKEN, _MIN_WIDTH),
+            "biased": _padded(list(bias), NO_TOKEN, width),
+            "bias": _padded(list(bias.values()), np.float32(0), width),
         }
         # NumPy arrays, until jit transfers them.
         rows: dict[str, Any] = {
@@ -235,6 +231,19 @@ class SamplingParams:
         words = [(int(seed) & 0xFFFFFFFF, int(seed) >> 32) for seed in seeds]
         rows["seeds"] = np.asarray(words, np.uint32).reshape(-1, 2)
         return filters, SamplingArrays(**rows)
+
+    def _checked_values(self) -> dict[str, Any]:
+        values = {name: as_python(getattr(self, name)) for name in PARAMS}
+        for name, param in PARAMS.items():
+            if values[name] is not None or getattr(SamplingParams, name) is not None:
+                _check(name, values[name], param.range, param.allowed)
+        return values
+
+    def _checked_bias(self) -> dict[int, Any]:
+        bias = {token: as_python(value) for token, value in (self.logit_bias or {}).items()}
+        for value in bias.values():
+            _check("logit_bias", value, "numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6)
+        return bias
 
 
 PARAMS: dict[str, Param] = {
@@ -370,7 +379,8 @@ def _check_hook(hook: LogitsHook | None) -> LogitsHook | None:
     return hook
 
 
-def _padded(values: Sequence[Any], fill: np.generic) -> np.ndarray:
-    """``values``, padded to a power of two, so that few programs are compiled."""
-    width = max(_MIN_WIDTH, 1 << len(values).bit_length())
+def _padded(values: Sequence[Any], fill: np.generic, width: int) -> np.ndarray:
+    """``values``, padded to ``width`` or the next power of two, so that few programs are compiled;
+    [] for a ``width`` of 0."""
+    width = max(width, 1 << len(values).bit_length()) if width else 0
     return np.array([*values, *[fill] * (width - len(values))], fill.dtype)
