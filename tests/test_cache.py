@@ -493,7 +493,7 @@ def test_a_fork_survives_the_donation_of_the_first():
         ({"max_len": 4, "policy": [kvjax.policy()]}, "1 policies for a model of 2 layers"),
         (
             {"max_len": 4, "policy": kvjax.CachePolicy(Dense(8))},
-            "the layout holds 8 positions, max_len asks 4",
+            "the layout holds 8 positions, but max_len is 4",
         ),
     ],
 )

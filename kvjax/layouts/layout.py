@@ -283,7 +283,7 @@ class Dense(Layout):
         min_rewind: int = 16,
     ) -> "Dense":
         if None not in (self.max_len, max_len) and self.max_len != max_len:
-            raise ValueError(f"the layout holds {self.max_len} positions, max_len asks {max_len}")
+            raise ValueError(f"the layout holds {self.max_len} positions, but max_len is {max_len}")
         for capacity in (self.max_len, max_len, initial_len):
             if capacity is not None:
                 return replace(self, max_len=capacity)
@@ -296,7 +296,7 @@ class Dense(Layout):
     @property
     def slots(self) -> int:
         if self.max_len is None:
-            raise ValueError("this Dense has no max_len yet: init_cache gives it one")
+            raise ValueError("this Dense has no max_len yet: init_cache sets it")
         return self.max_len
 
     def grown(self, to: int) -> "Dense":

@@ -71,7 +71,7 @@ class Ring(Layout):
         own = window if self.window is None else self.window
         if own is None:
             raise ValueError(
-                "a ring needs a window, and this layer of the model has none of its own: give "
+                "a ring needs a window, but this layer of the model has none of its own: give "
                 "window="
             )
         slack = max(min_rewind, own // 8) if self.slack is None else self.slack
@@ -101,7 +101,7 @@ class Ring(Layout):
     def slots(self) -> int:
         """Slots per row: first the sinks', then the ring's."""
         if self.window is None or self.slack is None:
-            raise ValueError("this Ring has no window or slack yet: init_cache gives it both")
+            raise ValueError("this Ring has no window or slack yet: init_cache sets them")
         return self._whole if self.max_len is None else max(self.max_len, self.sinks + 1)
 
     @property
@@ -111,7 +111,7 @@ class Ring(Layout):
     def grown(self, to: int) -> "Ring":
         """A ring that ``max_len`` makes smaller grows up to its whole size."""
         if self.max_len is None:
-            raise ValueError("a ring does not grow: it holds its window however long the text is")
+            raise ValueError("a ring does not grow: it holds its window for rows of any length")
         check_growth(to, self.max_len, self.grows_to)
         if to < self._whole:
             return replace(self, max_len=to)
