@@ -108,12 +108,12 @@ def test_a_full_pool_is_multiplied_in_place(walked):
 
 
 @pytest.mark.slow
-def test_what_is_mostly_empty_is_not(walked):
+def test_a_mostly_empty_pool_is_not_multiplied_in_place(walked):
     assert np.isnan(in_pages(held(POLICIES["paged"], lengths(high=90)))).all()
 
 
 @pytest.mark.slow
-def test_nor_are_pages_that_two_rows_share(walked):
+def test_shared_pages_are_not_multiplied_in_place(walked):
     cache = held(POLICIES["paged"], lengths(low=140))
     (pool,) = cache.pools
     table = np.array(pool.table)
@@ -123,7 +123,7 @@ def test_nor_are_pages_that_two_rows_share(walked):
 
 
 @pytest.mark.slow
-def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
+def test_tails_and_many_queries_are_not_multiplied_in_place(walked):
     assert np.isnan(in_pages(held(POLICIES["int8"], lengths(low=140)))).all()
     cache = held(POLICIES["paged"], lengths(low=140))
     many, new = (random(ROWS, *shape, DIM) for shape in ((5 * KV, 1), (HEADS, 2)))
@@ -132,7 +132,7 @@ def test_nor_what_is_behind_a_tail_or_of_many_queries(walked):
     assert np.isnan(kvjax.attend(new, cache, 0, path="pages")).all()
 
 
-def test_empty_slots_may_hold_what_is_no_number():
+def test_nan_in_empty_slots_of_pages():
     """NaN of an earlier sequence."""
     cache = held(POLICIES["paged"], lengths(low=140))
     layer, (pool,) = cache.layers[0], cache.pools
@@ -148,7 +148,7 @@ def test_empty_slots_may_hold_what_is_no_number():
 
 
 @pytest.mark.rare
-def test_the_shortest_rows_are_looked_at_together(monkeypatch):
+def test_short_rows_are_grouped(monkeypatch):
     """No group walks as far as the longest row of another group."""
     seen = []
 
@@ -169,7 +169,7 @@ def test_the_shortest_rows_are_looked_at_together(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["even", "pages"])
-def test_derivatives_are_those_of_the_walk(path):
+def test_derivatives_equal_those_of_blocks(path):
     cache = held(POLICIES["paged"], lengths(low=140))
     queries = random(ROWS, HEADS, 1, DIM, seed=5)
 
@@ -204,7 +204,7 @@ def test_on_a_mesh(axis, name):
         np.testing.assert_allclose(wanted, found, atol=1e-5)
 
 
-def test_which_is_taken():
+def test_default_paths_of_ragged_batches():
     policy = POLICIES["static"]
     names = {}
     for exact in (True, False):

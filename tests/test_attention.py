@@ -92,7 +92,7 @@ def test_bias_by_position(path):
 
 @pytest.mark.parametrize("new", [7, 1100])
 @pytest.mark.parametrize("settings", [{}, {"window": 30}, {"window": 30, "sinks": 3}], ids=str)
-def test_a_text_without_a_cache(new, settings):
+def test_self_attention(new, settings):
     queries, keys, values = (random(1, h, new, DIM, seed=h) for h in (HEADS, KV, KV))
     call = jax.jit(lambda *text: kvjax.self_attend(*text, **settings))
     found = np.asarray(call(queries, keys, values))
@@ -104,7 +104,7 @@ def test_a_text_without_a_cache(new, settings):
         np.testing.assert_allclose(found[0, 4, at], wanted, atol=1e-5)
 
 
-def test_a_row_that_holds_nothing_gets_zeros():
+def test_empty_rows_get_zeros():
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV)
     cache = kvjax.init_cache(config, batch=1, max_len=8)
     one = random(1, KV, 1, DIM)
@@ -116,7 +116,7 @@ def test_a_row_that_holds_nothing_gets_zeros():
 
 
 @pytest.mark.parametrize("slots", [1, 5, 128, 300, 511, 512, 1000, 4096, 5000, 32768])
-def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
+def test_block_sizes(slots):
     fine, coarse = block_sizes(slots)
     assert fine == min(FINE_BLOCK, slots) and fine <= coarse <= COARSE_BLOCK
     assert 4 * (coarse - fine) < slots
@@ -126,7 +126,7 @@ def test_blocks_cover_a_layer_and_are_small_parts_of_it(slots):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [{}, {"bits": 8}], ids=str)
 @pytest.mark.parametrize("heads", [KV, 24 * KV])  # few rows, that round raw blocks up, and many
-def test_every_length_is_walked_to_its_end(heads, policy):
+def test_blocks_cover_every_length(heads, policy):
     """For any number of filled tokens in the last coarse block."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=DIM)
     cache = kvjax.init_cache(config, kvjax.policy("static", **policy), batch=1, max_len=2500)
@@ -172,7 +172,7 @@ def walked(monkeypatch):
                        *((KV, dtype) for dtype in ("float32", "bfloat16", "float16")))),
     ],
 )  # fmt: skip
-def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
+def test_mostly_filled_sections_are_multiplied_in_one_piece(walked, dtype, heads):
     config = tiny_config(
         num_hidden_layers=1, windows=(None,), num_key_value_heads=KV, head_dim=64, dtype=dtype
     )
@@ -216,7 +216,7 @@ def test_what_is_mostly_filled_is_multiplied_in_one_piece(walked, dtype, heads):
     [({}, True), ({"window": 250}, True), ({"window": 30}, False), ({"chunk": 64}, False)],
     ids=str,
 )
-def test_what_is_mostly_out_of_sight_is_not_multiplied(walked, settings, whole):
+def test_mostly_invisible_sections_are_walked(walked, settings, whole):
     cache, _, _ = held(280, 300, dim=64)
     queries = random(1, KV, 1, 64, seed=5)
     found = kvjax.attend(queries, cache, 0, path="blocks", **settings)
@@ -226,7 +226,7 @@ def test_what_is_mostly_out_of_sight_is_not_multiplied(walked, settings, whole):
 
 
 @pytest.mark.parametrize("low", [-1e30, -9e37])
-def test_scores_however_low_count(low):
+def test_very_low_scores_count(low):
     cache, _, _ = held(40, 64)
     queries = random(1, HEADS, 1, DIM, seed=5)
 

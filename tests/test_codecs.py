@@ -74,7 +74,7 @@ def test_packing_round_trips(bits, eights, width, seed):
         elements=st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False),
     )
 )  # fmt: skip
-def test_rounding_to_16_bits_goes_one_way(dtype, x):
+def test_directed_rounding_to_16_bits(dtype, x):
     largest = float(jnp.finfo(dtype).max)
     x = np.clip(x, -largest, largest)
     x[np.abs(x) < 1e-37] = 0  # a CPU takes numbers this small for 0
@@ -88,7 +88,7 @@ def test_rounding_to_16_bits_goes_one_way(dtype, x):
 
 @pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bytes_are_those_of_the_store(name, dtype):
+def test_nbytes(name, dtype):
     codec = resolved(CODECS[name], dtype)
     shape = (2, 2, 3, 8, 8)
     empty = jax.eval_shape(lambda: codec.empty(shape))
@@ -112,7 +112,7 @@ def test_bytes_are_those_of_the_store(name, dtype):
         (Int1(), 7.8), (Float8(), 51.6),
     ],
 )  # fmt: skip
-def test_a_group_of_64_takes_its_bits_and_its_scale(codec, percent):
+def test_bytes_of_a_group(codec, percent):
     shape = (1, 2, 16, BLOCK, DIM)
     raw = Raw("bfloat16").nbytes(shape)
     assert round(100 * resolved(codec, "bfloat16").nbytes(shape) / raw, 1) == percent
@@ -153,7 +153,7 @@ def numbers(kind, seed):
 @pytest.mark.parametrize("bits", BITS)
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
 @example(("channel", None), "outliers", 49)  # the furthest of 303 draws, at 8 bits
-def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, seed):
+def test_the_error_is_at_most_half_a_scale(bits, zero_point, group, kind, seed):
     codec = resolved(Integer(bits, *group, zero_point=zero_point))
     x = numbers(kind, seed)
     store, found = stored_and_back(codec)(x)
@@ -181,7 +181,7 @@ def test_no_number_is_further_than_half_a_scale(bits, zero_point, group, kind, s
     ("kind", "relative", "least"), [("e4m3", 2**-4, 2**-10), ("e5m2", 2**-3, 2**-17)]
 )
 @given(st.sampled_from(GROUPS), st.sampled_from(KINDS), st.integers(0, 100))
-def test_float8_keeps_small_numbers_precision(kind, relative, least, group, shape, seed):
+def test_float8_keeps_relative_precision(kind, relative, least, group, shape, seed):
     codec = resolved(Float8(kind, *group))
     x = numbers(shape, seed)
     store, found = stored_and_back(codec)(x)
@@ -190,7 +190,7 @@ def test_float8_keeps_small_numbers_precision(kind, relative, least, group, shap
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_what_is_no_number_is_stored_as_one(name):
+def test_nan_is_stored_as_a_number(name):
     codec = resolved(CODECS[name])
     x = blocks(block=8, dim=8)
     x[0, 0, 0, 0, :3] = np.nan, np.inf, -np.inf
@@ -198,7 +198,7 @@ def test_what_is_no_number_is_stored_as_one(name):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_products_are_those_of_the_decoded_numbers(name):
+def test_products_equal_those_of_decoded_numbers(name):
     codec = resolved(CODECS[name])
     random = np.random.default_rng(1)
     store, plain = stored_and_back(codec)(blocks(block=8, dim=8))
@@ -215,7 +215,7 @@ def test_products_are_those_of_the_decoded_numbers(name):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_block_is_stored_alike_in_any_company(name):
+def test_encoding_does_not_depend_on_other_blocks(name):
     """A block has the same bytes alone, with other blocks, in other batches, and without jit."""
     codec, x = resolved(CODECS[name]), jnp.asarray(blocks(count=5, block=16, dim=8))
     whole = jax.tree.leaves(jax.jit(codec.encode)(x))
@@ -229,7 +229,7 @@ def test_a_block_is_stored_alike_in_any_company(name):
                 assert np.array_equal(wanted, np.asarray(b))
 
 
-def test_the_half_quadratic_search_lowers_the_error_it_is_for():
+def test_half_quadratic_lowers_its_error():
     x = jnp.asarray(blocks())
     for per in ("token", "channel"):
         codec = resolved(Int2(per, zero_point=True))
@@ -240,7 +240,7 @@ def test_the_half_quadratic_search_lowers_the_error_it_is_for():
         assert np.all(better <= plain * (1 + 1e-5)) and better.mean() < 0.97 * plain.mean()
 
 
-def test_a_rotation_spreads_outliers():
+def test_rotation_spreads_outliers():
     x = np.random.default_rng(0).normal(size=(1, 2, 4, BLOCK, DIM)).astype(np.float32)
     x[..., 7] *= 50
     plain = resolved(Int4())
@@ -251,7 +251,7 @@ def test_a_rotation_spreads_outliers():
 
 @pytest.mark.slow(but=("6", "12", "8"))
 @pytest.mark.parametrize("dim", [6, 8, 12, 80, 128])
-def test_a_rotation_keeps_products(dim):
+def test_rotation_keeps_products(dim):
     codec = resolved(Rotated(Float8(), seed=3))
     x = np.random.default_rng(0).normal(size=(1, 1, 1, 8, dim)).astype(np.float32)
     transformed = np.asarray(codec._transform_exactly(jnp.asarray(x)))
@@ -265,7 +265,7 @@ def test_a_rotation_keeps_products(dim):
 
 
 @pytest.mark.slow
-def test_plain_functions_on_any_array():
+def test_quantize_kv():
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
     for codec in (
         Int8(),
@@ -285,7 +285,7 @@ def test_plain_functions_on_any_array():
     assert jitted[0].shape == x.shape
 
 
-def test_the_textbooks_absmax():
+def test_absmax_int8():
     """Absmax int8: one scale per row, and 127 as the largest code."""
     x = np.random.default_rng(0).normal(size=(2, 3, 77, 40)).astype(np.float32)
     codec = Int8(per="tensor", scales=Raw("float16"))
@@ -323,7 +323,7 @@ def test_the_textbooks_absmax():
          r"are \[batch, kv_heads, tokens, head_dim\], got \[2, 3, 0, 8\]"),
     ],
 )  # fmt: skip
-def test_wrong_settings_are_refused(make, message):
+def test_wrong_settings_raise(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
@@ -354,7 +354,7 @@ def test_the_largest_numbers_stay_finite(name, dtype):
 
 
 @pytest.mark.parametrize("tokens", [3, 11, 64])
-def test_a_block_that_is_not_full_keeps_its_means(tokens):
+def test_padding_keeps_means(tokens):
     x = np.random.default_rng(0).normal(size=(1, 2, tokens, 16)).astype(np.float32)
     codec = Int1("channel", zero_point=True)
     found = kvjax.codecs.dequantize_kv(*kvjax.codecs.quantize_kv(x, x, codec))[0]
@@ -365,7 +365,7 @@ def test_a_block_that_is_not_full_keeps_its_means(tokens):
     assert np.abs(found - wanted).mean() < (0.02 if 64 % tokens == 0 else 0.1)
 
 
-def test_transformers_residuals_that_are_shorter_than_a_block():
+def test_transformers_residuals_shorter_than_a_block():
     """As in Transformers' own tests: only the newest block stays raw."""
     policy = kvjax.transformers_policy(residual_length=4)
     assert (policy.block, policy.recent, policy.keys.group) == (8, 0, 64)

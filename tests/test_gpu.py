@@ -58,7 +58,7 @@ SERVED = [name for name in POLICIES if name not in ("int4", "pages-int4")]
         *(pytest.param(n, 64, "float16", marks=RARE) for n in ("raw", "int8", "sinks-int2")),
     ],
 )
-def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, interpreted):
+def test_the_kernel_agrees_with_the_reference(name, head_dim, dtype, interpreted):
     """Over several tiles, in calls of many, several and one token."""
     tolerance = {"float32": 5e-6, "float16": 4e-3, "bfloat16": 2e-2}[dtype]
     agree(name, head_dim, (90, 5, 1), dtype, tolerance)

@@ -122,7 +122,7 @@ FORMS: tuple[Codec, ...] = (
 
 
 @pytest.mark.parametrize("codec", FORMS, ids=lambda codec: type(codec).__name__)
-def test_a_codec_has_one_of_many_forms(codec):
+def test_forms_of_codecs(codec):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 2, 11, 4)), jnp.float32)
     keys, values = kvjax.codecs.quantize_kv(x, x, codec, block=16)
     assert keys.nbytes == codec.nbytes((1, 2, 1, 16, 4)) == 128

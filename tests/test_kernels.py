@@ -129,7 +129,7 @@ def test_sizes_of_buckets(tokens):
     assert sizes[0] == tokens or all(b <= 2 * a for a, b in pairwise(sizes))
 
 
-def test_one_choice_of_at_most_eight_that_a_new_length_does_not_compile():
+def test_one_switch_of_at_most_eight_branches_serves_all_lengths():
     """One ``switch`` in the step chooses the bucket. Slots after it are not read."""
     cache = filled(kvjax.policy("static"), (3, 9), max_len=4096)
     queries = random(2, HEADS, 1, DIM)

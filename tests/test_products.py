@@ -11,7 +11,7 @@ from kvjax.core.array_ops import FEW, contract_last
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 1), (2, 8), (1, FEW), (1, FEW + 1)])
-def test_every_form_is_the_product(shape, dtype):
+def test_every_form_equals_the_product(shape, dtype):
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(*shape, 24)), dtype)
     weight = jnp.asarray(rng.normal(size=(40, 24)), dtype)

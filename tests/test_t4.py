@@ -80,7 +80,7 @@ def test_a_checkpoint_of_bfloat16(tmp_path, capsys, factors, dtype, told):
     ],
     ids=str,
 )
-def test_what_is_not_narrowed(tmp_path, capsys, given, target, stored, dtype):
+def test_dtypes_that_do_not_change(tmp_path, capsys, given, target, stored, dtype):
     """Explicit dtypes, other checkpoints and other devices do not change, without a message."""
     lm, line = loaded(written(tmp_path / "llama", stored), capsys, target, **given)
     assert lm.config.dtype == dtype and not line
@@ -99,7 +99,7 @@ def test_on_a_mesh_too(tmp_path, capsys):
 @pytest.mark.slow(but=("static-blocks",))
 @pytest.mark.parametrize("path", ["buckets", "blocks"])
 @pytest.mark.parametrize("policy", ["static", "ring", "paged"])
-def test_what_an_empty_slot_holds_counts_for_nothing(policy, path):
+def test_nan_in_empty_slots_is_ignored(policy, path):
     """An empty slot holds NaN. Products of few queries leave it out because its weight is 0."""
     chosen = {
         "static": kvjax.policy("static"),

@@ -166,7 +166,7 @@ def by_position(cache):
         )),
     ],
 )  # fmt: skip
-def test_the_kernel_gives_what_the_reference_gives(name, head_dim, dtype, strict):
+def test_the_kernel_agrees_with_the_reference(name, head_dim, dtype, strict):
     """Over several tiles, in calls of one, several and many tokens."""
     some = (21,) if name in ("raw", "int4") else ()
     given = POLICIES[name], head_dim, (150, 150, *some, 1), dtype
@@ -255,7 +255,7 @@ def twice(cache, again):
 @pytest.mark.parametrize(
     "name", ["raw", *(pytest.param(n, marks=pytest.mark.rare) for n in ("rotated", "int4"))]
 )
-def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
+def test_operations_on_a_tpu_cache(name):
     """Fork, select, grow, convert and rewind with the storage orders of a TPU."""
     found = []
     for platform in ("cpu", "tpu"):
@@ -279,7 +279,7 @@ def test_a_cache_of_a_tpu_is_operated_on_like_another(name):
     "head_dim", [64, 80, *(pytest.param(n, marks=pytest.mark.rare) for n in (128, 256))]
 )
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-int2", "centered", "float8", "raw"])
-def test_orders_keep_every_number(name, head_dim):
+def test_storage_orders_are_inverted_exactly(name, head_dim):
     """Orders are inverted exactly, units can be sliced, and tiles are filled."""
     policy = replace(POLICIES[name], block=64)
     codec = policy.keys.resolve("bfloat16", "tpu")
@@ -297,7 +297,7 @@ def test_orders_keep_every_number(name, head_dim):
 @pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("codec", [Int8(), Int4("head"), INT4], ids=str)
-def test_units_on_a_host_are_whole(codec, apart):
+def test_padded_tiles_for_the_host(codec, apart):
     """Tiles have eight rows. With separate heads, a device of a mesh has the tiles of its heads."""
     codec = codec.resolve("bfloat16", "tpu")
     orders = orders_of("tpu", codec, 64, 64, 1, 4, apart)
@@ -418,7 +418,7 @@ def assert_same(found, wanted):
 
 
 @pytest.mark.rare
-def test_calls_that_the_kernel_does_not_serve_go_another_way():
+def test_unsupported_calls_use_another_path():
     """By default another path serves them; ``path="pallas"`` raises with the reason."""
     cell = kvjax.policy(bits=3), "tpu"
     found, _ = run(*cell, None, 128, (100, 1))
@@ -463,7 +463,7 @@ class Flat(Codec):
     ],
     ids=str,
 )
-def test_what_kernels_do_not_read_goes_another_way(codec, platform):
+def test_unsupported_codecs_use_another_path(codec, platform):
     """User-defined codecs, scales per head, and three bits."""
     policy = kvjax.CachePolicy(keys=codec, values=codec)
     wanted, _ = run(policy, "cpu", "reference", 64, (150, 1))
@@ -478,7 +478,7 @@ def test_what_kernels_do_not_read_goes_another_way(codec, platform):
      (Int4(group=1), "tpu"), (Int4("head"), "tpu")],
     ids=str,
 )  # fmt: skip
-def test_what_kernels_do_not_read_they_refuse(codec, platform):
+def test_kernels_refuse_unsupported_codecs(codec, platform):
     policy = kvjax.CachePolicy(keys=codec, values=codec)
     with pytest.raises(ValueError, match=r"'pallas' (can't|takes)"):
         run(policy, platform, "pallas", 64, (70,))
@@ -495,7 +495,7 @@ def test_small_weights_times_small_scales_in_float16():
         np.testing.assert_allclose(a, b, atol=2e-3 * np.abs(b).max())
 
 
-def test_gradients_pass_by_the_kernel():
+def test_gradients_with_the_kernel():
     """The gradients are those of the path ``blocks``."""
     config = tiny_config(num_hidden_layers=1, windows=(None,), head_dim=64)
     given = [jnp.asarray(np.random.default_rng(n).normal(size=(2, h, 5, 64)), "float32")
