@@ -128,6 +128,7 @@ class Layout(LayoutSpec):
         @property
         def grows_to(self) -> int | None: ...
     else:
+        slots: int
         window = slack = grows_to = None
         sinks = 0
 
