@@ -670,7 +670,7 @@ def test_only_what_kvjax_runs_is_compiled(lm):
     for model, policy, device, message in (
         (SHAPES["gpt2"], "static", here, "a ModelShape can only be planned for"),
         (lm.config, "static", here, "its architecture or a ModelShape, not a LlamaConfig"),
-        (lm.architecture, "static", None, "of a Architecture alone it compiles for a device="),
+        (lm.architecture, "static", None, "got a Architecture: without weights, compile needs"),
         (lm, kvjax.policy("auto", memory="1MB"), here, "moves layers at run time"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -288,7 +288,7 @@ def test_guides_of_every_kind(tiny_llama, temperature):
             *zip(found.tokens, found.text, strict=True)
         ]
     assert engine.stats().drafted_tokens > engine.stats().accepted_tokens
-    with pytest.raises(ValueError, match=r"a guide beside a draft has copy\(\)"):
+    with pytest.raises(ValueError, match=r"draft needs a guide with copy\(\)"):
         once = SimpleNamespace(allowed=None, accept=None)
         engine.submit("a", guide=once, draft="lookup")  # type: ignore[arg-type]
     both = zip(KINDS, found.text, found.stats.stop_reasons, strict=False)

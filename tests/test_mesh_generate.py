@@ -246,7 +246,7 @@ def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
     with pytest.raises(ValueError, match="3 prompts, but max_batch_size is 2"):
         kvjax.generate(lm, PROMPTS, limits=InferenceLimits(max_batch_size=2))
     # A text must not be taken for such a row.
-    with pytest.raises(ValueError, match="the cache has texts in 3 rows, but there are 2 prompts"):
+    with pytest.raises(ValueError, match="the cache has tokens in 3 rows, but there are 2 prompts"):
         kvjax.generate(lm, made.unfed[:2], cache=made.cache, **settings)
     assert kvjax.generate(lm, made.unfed, cache=made.cache, **settings).cache.batch == 4
 

@@ -354,7 +354,7 @@ def test_limits_give_auto_its_memory(tiny_llama):
         assert "host" in places(found.cache)
     with pytest.raises(ValueError, match=r"the cache may use .* bytes of the device"):
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=small, **at)
-    with pytest.raises(ValueError, match="leave nothing of the device to the cache"):
+    with pytest.raises(ValueError, match="leave no device memory for the cache"):
         tiny = InferenceLimits(cache_memory_ratio=1.0, device_memory=1000)
         kvjax.generate(tiny_llama, PROMPTS, cache="auto", limits=tiny, **at)
 

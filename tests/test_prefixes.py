@@ -631,9 +631,9 @@ def test_what_a_request_with_a_tree_refuses():
     lm = small()
     tree = tree_of(lm, POLICIES["raw"], pages=4)
     for more, message in (
-        ({"cache": "dynamic"}, "has a policy of its own"),
-        ({"max_len": 100}, "max_len is 100, but the prefix tree's is 192"),
-        ({"prefill_chunk": 100}, "prefill_chunk is 100, but the prefix tree's is 16"),
+        ({"cache": "dynamic"}, "has its own policy"),
+        ({"max_len": 100}, "max_len is 100, but the prefix tree was made with 192"),
+        ({"prefill_chunk": 100}, "prefill_chunk is 100, but the prefix tree was made with 16"),
         ({"use_cache": False}, "together with use_cache=False"),
         ({"prefix_cache": "tree"}, "prefix_cache must be a PrefixTree"),
         ({"n": 0}, "n must be"),

@@ -274,7 +274,7 @@ def test_generations_go_by_the_length_that_was_chosen() -> None:
     for more, words in (
         ({"use_cache": False}, "need 27 positions, but rotary_len is 16"),
         ({}, "need 27 positions, but its keys are rotated for sequences of rotary_len=16"),
-        ({"cache": found.cache}, "rotary_len is 16, but keys of a cache or a prefix_cache"),
+        ({"cache": found.cache}, "rotary_len is 16, but the keys of a given cache or prefix_cache"),
     ):
         with pytest.raises(ValueError, match=words):
             kvjax.generate(lm, [[1] * 8] * 2, **settings | more | {"max_new_tokens": 20})

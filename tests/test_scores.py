@@ -284,8 +284,8 @@ def test_a_hook_is_traced_once_and_compiled_ahead(lm):
     with pytest.raises(kvjax.NonFiniteError):
         kvjax.generate(lm, PROMPTS, eos_token_ids=5, min_new_tokens=3, **given)
     for wrong, words in (
-        ("no function", "must be a function"),
-        (lambda x, y, z: x[0], "gave float"),
+        ("no function", "must be a hashable function"),
+        (lambda x, y, z: x[0], "got float"),
     ):
         with pytest.raises(ValueError, match=words):
             kvjax.generate(lm, PROMPTS, logits_hook=wrong)
