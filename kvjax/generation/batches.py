@@ -137,7 +137,8 @@ class _Run:
             for batch in batches:
                 batch = batch if isinstance(batch, Batch) else Batch(batch)
                 cache = self.options.cache if batch.cache is None else batch.cache
-                # Checked here: the second thread could see the cache before it is donated.
+                # Checked here: the second thread would read the cache while the running batch
+                # donates it.
                 if id(cache) in used:
                     yield _failed(ValueError(DONATED))
                     continue

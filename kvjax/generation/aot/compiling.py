@@ -82,12 +82,13 @@ def compile(
         devices="v5e")``). Nothing is allocated, and programs are kept in the result only.
       temperature, top_k, top_p, min_p, typical_p, repetition_penalty, frequency_penalty,
         presence_penalty, no_repeat_ngram_size, min_new_tokens: as for ``generate``. Programs
-        depend on which of them are given, and on whether ``temperature`` is 0, but not on other
-        values.
-      eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens need another
-      program. logit_bias, logprobs: as for ``generate``. Programs depend on whether they are given,
-        on the number of ``logprobs``, and on the number of biased tokens plus 1, rounded up to 8,
-        16, 32 and so on.
+        depend on which of them are given and on whether ``temperature`` is 0, but not on their
+        other values.
+      eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens select another
+        program.
+      logit_bias, logprobs: as for ``generate``. Programs depend on whether they are given, on the
+        number of ``logprobs``, and on the number of biased tokens plus 1, rounded up to 8, 16, 32
+        and so on.
       guide: as for ``generate``; any guide, which is not changed. Programs depend on whether one is
         given.
       rotary_len: as for ``generate``. Each value has its own programs.
