@@ -1,1 +1,1 @@
-"""Text from prompts: requests, programs, sessions, sampling, batches."""
+"""Prompts to text: requests, sessions, compiled programs, results."""

@@ -1,1 +1,1 @@
-"""Logits to tokens: what may be drawn, and how."""
+"""Logits to tokens: penalties, filters, draws and scores."""

@@ -1,1 +1,1 @@
-"""Texts that keep to a grammar."""
+"""Grammar constraints on generated text."""
