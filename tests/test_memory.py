@@ -469,5 +469,5 @@ def test_what_fits_of_an_automatic_cache():
     )
     held = kvjax.memory.cache_nbytes(model.config, policy, batch=batch, max_len=2048)
     assert held["device"] <= 500_000 < (batch + 1) * held["device"] // batch
-    with pytest.raises(ValueError, match="the cache may take 500,000 bytes"):
+    with pytest.raises(ValueError, match="the cache may use 500,000 bytes"):
         kvjax.memory.cache_nbytes(model.config, policy, batch=batch + 1, max_len=2048)

@@ -329,7 +329,7 @@ def test_a_layer_that_can_not_leave(tiny_llama):
     found = kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least), **AT)
     assert places(found.cache) == ["host", "device"]
     assert found.tokens == kvjax.generate(tiny_llama, prompt, cache=choice, **AT).tokens
-    with pytest.raises(ValueError, match="the cache may take"):
+    with pytest.raises(ValueError, match="the cache may use"):
         kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least - 1), **AT)
 
 

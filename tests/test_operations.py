@@ -174,7 +174,7 @@ def test_frequencies_stay_while_a_cache_grows(stretched, policy):
 @pytest.mark.rare
 def test_frequencies_that_depend_on_the_length_need_one(stretched):
     model, _ = stretched
-    with pytest.raises(ValueError, match="a cache that grows needs max_len"):
+    with pytest.raises(ValueError, match="a cache without a limit needs max_len"):
         kvjax.init_cache(model.config, "dynamic")
     caches = [kvjax.init_cache(model.config, max_len=size) for size in (20, 40)]
     with pytest.raises(ValueError, match="lengths 20 and 40 can't be concatenated"):
