@@ -62,7 +62,7 @@ class RunningCall:
 
 @contextlib.contextmanager
 def running(
-    cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None
+    cache: KVCache | None, tokens: Tokens | int, *, lengths: Counts | None = None
 ) -> Iterator[RunningCall]:
     """Run a model's layers as one call on a cache; see ``kvjax.step`` for arguments and errors::
 
@@ -110,6 +110,6 @@ def call_model(
     return logits, call.done()
 
 
-def check_layer_number(layer: Any) -> int:
+def check_layer_number(layer: object) -> int:
     """Check the index of a layer that an attention is created for."""
     return as_int("layer", layer, 0)

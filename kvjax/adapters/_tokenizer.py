@@ -1,7 +1,7 @@
 """Tokenizers of other libraries, with the interface that generation needs."""
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvjax.generation.detokenizer import TextStream
@@ -54,7 +54,7 @@ class TokenizerAdapter:
         return TextStream(self.decode, after)
 
 
-def _has_parameter(function: Any, name: str) -> bool:
+def _has_parameter(function: Callable[..., object], name: str) -> bool:
     try:
         return name in inspect.signature(function).parameters
     except ValueError:  # functions of compiled modules have no signature

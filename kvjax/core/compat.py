@@ -94,7 +94,7 @@ def jax_0_8_scatters_in_place(platform: str) -> bool:
     return platform != "gpu" or JAX >= (0, 8)
 
 
-def jax_0_9_matmul(x: Any, weight: Any) -> Any:
+def jax_0_9_matmul(x: jax.Array, weight: jax.Array) -> jax.Array | None:
     """``x @ weight.T`` in float32 on a CPU, for 16-bit x [rows, in] and weight [out, in].
 
     Returns None from JAX 0.9 on. Before, XLA converts the whole weight to float32 for more than one
@@ -125,14 +125,14 @@ def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[s
     return make(shape, dtype, manual_axis_type=jax.sharding.ManualAxisType(varying=axes))
 
 
-def jax_0_8_pcast(x: Any, axes: tuple[str, ...]) -> Any:
+def jax_0_8_pcast(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """``lax.pcast(x, axes, to="varying")``; JAX 0.7 calls it ``pvary``."""
     if JAX < (0, 8):
         return getattr(lax, "pvary")(x, axes)  # noqa: B009 - newer versions have none
     return lax.pcast(x, axes, to="varying")
 
 
-def jax_0_8_in_hbm(x: Any) -> Any:
+def jax_0_8_in_hbm(x: jax.Array) -> jax.Array:
     """An array pinned in a TPU's HBM for a Pallas kernel.
 
     JAX 0.7 rejects such arrays in kernels with a dynamic grid, so there the compiler decides.
@@ -173,7 +173,7 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
-def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
+def jax_0_8_compiler_options(device: jax.Device) -> dict[str, Any]:
     """Options of ``lowered.compile`` for a target device.
 
     Without them JAX 0.7 requires autotuning results for GPUs.
@@ -183,7 +183,7 @@ def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
     return {}
 
 
-def jax_0_8_program_text(program: Any) -> str:
+def jax_0_8_program_text(program: jax.stages.Compiled) -> str:
     """``program.as_text()`` of a compiled program.
 
     JAX 0.7 returns None for target GPUs, so the text is made from the serialized executable.
@@ -191,7 +191,8 @@ def jax_0_8_program_text(program: Any) -> str:
     text = program.as_text()
     if text is not None or JAX >= (0, 8):
         return str(text)
-    record = program.runtime_executable().serialize()
+    executable: Any = program.runtime_executable()
+    record = executable.serialize()
     module = _field(_field(_field(record, 1), 1), 1)  # a HloModuleProto, nested in two messages
     hlo: Any = importlib.import_module("jaxlib._jax").HloModule
     return str(hlo.from_serialized_hlo_module_proto(module).to_string())

@@ -11,7 +11,7 @@ T = TypeVar("T")
 _MAIN = "from kvjax.core.subprocess_call import _main; _main()"
 
 
-def call_in_subprocess(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def call_in_subprocess(function: Callable[..., T], *args: object, **kwargs: object) -> T:
     """``function(*args, **kwargs)``, computed by a new process that uses no GPU or TPU.
 
     Raises:

@@ -134,7 +134,7 @@ def compiling_for(device: jax.Device) -> Iterator[None]:
         yield
 
 
-def check_host_memory(device: Any) -> None:
+def check_host_memory(device: jax.Device) -> None:
     """Raise ``ValueError`` if programs for a device can't keep arrays in host memory."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from kvjax.attention.attend import attend
 from kvjax.cache.appending import advance, append
@@ -126,7 +127,7 @@ class ModelShape:
         """Raise ``ValueError``, because a shape does not determine how weights are sharded."""
         raise ValueError("plans for a mesh need a model that kvjax can run, not only a ModelShape")
 
-    def abstract_params(self) -> dict[str, Any]:
+    def abstract_params(self) -> dict[str, PyTree]:
         """The matrices; biases and norms, less than 0.1 % of the parameters, are left out."""
 
         def matrix(*shape: int) -> jax.ShapeDtypeStruct:
@@ -142,7 +143,7 @@ class ModelShape:
         }
         if self.gated:
             layer["gate"] = matrix(self.intermediate_size, hidden)
-        params: dict[str, Any] = {"embed_tokens": matrix(self.vocab_size, hidden)}
+        params: dict[str, PyTree] = {"embed_tokens": matrix(self.vocab_size, hidden)}
         if self.learned_positions:
             params["wpe"] = matrix(self.learned_positions, hidden)
         if not self.tied:
@@ -150,7 +151,7 @@ class ModelShape:
         return params | {f"layer_{number}": layer for number in range(self.num_hidden_layers)}
 
     def forward(
-        self, params: dict[str, Any], tokens: Tokens, cache: KVCache, *, last_only: bool = True
+        self, params: dict[str, PyTree], tokens: Tokens, cache: KVCache, *, last_only: bool = True
     ) -> tuple[Array, KVCache]:
         """A decoder of this shape: its matrix products, and attention over the cache.
 
