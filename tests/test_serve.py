@@ -1030,16 +1030,16 @@ SQUARES = """
 
 @pytest.mark.rare
 def test_page_in_a_browser(make_server, monkeypatch, tmp_path):
-    if os.name == "nt" or browser.found() is None:
+    if os.name == "nt" or browser.find_chromium() is None:
         pytest.skip("needs a Chromium")
     running = make_server(api_keys=("first",))
     prompt = running.lm.chat([{"role": "user", "content": "hello"}])
     settings = {"max_new_tokens": 24, "temperature": 0.0}
     answer, more = (run_alone(running, each, **settings).text for each in (prompt, "world"))
-    with browser.Browser(browser.found(), tmp_path) as tab:
+    with browser.Browser(browser.find_chromium(), tmp_path) as tab:
         size = {"height": 800, "deviceScaleFactor": 1, "mobile": False}
-        tab.ask("Emulation.setDeviceMetricsOverride", width=1200, **size)
-        tab.ask("Page.navigate", url=running.url)
+        tab.send("Emulation.setDeviceMetricsOverride", width=1200, **size)
+        tab.send("Page.navigate", url=running.url)
         # The page asks for a key until it has a valid one.
         tab.until("document.querySelector('dialog')?.open")
         tab.type("second")
@@ -1079,7 +1079,7 @@ def test_page_in_a_browser(make_server, monkeypatch, tmp_path):
         assert "room for" in tab.run("document.querySelector('.wrong').textContent")
         assert tab.run("$('words').value") == "import"
         for width in (1200, 768, 400):
-            tab.ask("Emulation.setDeviceMetricsOverride", width=width, **size)
+            tab.send("Emulation.setDeviceMetricsOverride", width=width, **size)
             assert tab.run("document.documentElement.scrollWidth - innerWidth") <= 0
         assert [x for x in tab.events if x["method"] == "Runtime.exceptionThrown"] == []
     running.assert_idle()
