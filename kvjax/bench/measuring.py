@@ -33,8 +33,8 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
+from kvjax.bench._timing import PolicyTimer, difference
 from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
-from kvjax.bench.timing import PolicyTimer, difference
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
 from kvjax.generation.encoder import refuse_encoder
