@@ -118,13 +118,13 @@ class LayerCache:
         """Replace rows ``rows``, int[n], by rows of ``others``; out-of-range rows are ignored.
         Pages are taken from ``others``."""
 
-        def into(mine: Any, new: Any) -> Any:
-            return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), mine, new)
+        def set_in(old: Any, new: Any) -> Any:
+            return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
 
         if self.policy.page_group is None:
             return self.map_arrays(lambda x, y: x.at[rows].set(y, mode="drop"), others)
-        tail = self.policy.placement.put_tokens(into(self.tail, others.tail))
-        low = into(self.low, others.low)
+        tail = self.policy.placement.put_tokens(set_in(self.tail, others.tail))
+        low = set_in(self.low, others.low)
         return replace(self, keys=others.keys, values=others.values, tail=tail, low=low)
 
     def repeat_rows(self, times: int) -> "LayerCache":

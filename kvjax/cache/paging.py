@@ -176,8 +176,8 @@ def trim_pages(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
         ok, changes = jnp.ones(length.shape, bool), []
         for group, pool, mark in zip(groups, pools, marks, strict=True):
             layout = group.layout
-            held = layout.pages_in(group.units(jnp.maximum(mark, before)))
-            after_end = held >= layout.filled(group.units(length))[:, None]
+            last_pages = layout.pages_in(group.units(jnp.maximum(mark, before)))
+            after_end = last_pages >= layout.filled(group.units(length))[:, None]
             (last,) = _written_columns(group, length, jnp.zeros_like(length), 0)
             last = jnp.where(length < before, last, -1)
             changes.append((pool, after_end & (pool.table >= 0), last))

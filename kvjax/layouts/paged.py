@@ -170,8 +170,8 @@ class Paged(Layout):
 
     def _page_in(self, columns: Any, written: Any) -> Any:
         newest = jnp.maximum(written - 1, 0) // self.page_size
-        held = newest - (newest - columns) % (self.columns - self.sink_pages)
-        return jnp.where((columns < self.sink_pages) | (held < self.sink_pages), columns, held)
+        page = newest - (newest - columns) % (self.columns - self.sink_pages)
+        return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
 
     def gone_before(self, written: Any) -> Any:
         """The first page after the sinks' that queries of a row may still see, even after a rewind
@@ -202,13 +202,13 @@ class Paged(Layout):
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
         slots = expand_over_rows(slots, written)
-        held, marks, size = slots, expand_over_slots(written), self.page_size
+        position, marks, size = slots, expand_over_slots(written), self.page_size
         if not self.straight:
-            held = self._page_in(slots // size, marks) * size + slots % size
-        there = held < expand_over_slots(length)
+            position = self._page_in(slots // size, marks) * size + slots % size
+        there = position < expand_over_slots(length)
         if self.window is not None:
-            there &= (held >= marks - self._kept) | (held < self.sinks)
-        return jnp.where(there, held, -1)
+            there &= (position >= marks - self._kept) | (position < self.sinks)
+        return jnp.where(there, position, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         column = self.column_of(positions // self.page_size)

@@ -162,10 +162,10 @@ class Ring(Layout):
         one that is no longer part of the row."""
         slots = expand_over_rows(slots, written)
         newest = expand_over_slots(written) - 1 - self.sinks
-        held = newest - (newest - (slots - self.sinks)) % self._ring
-        held = jnp.where(held >= 0, held + self.sinks, -1)
-        held = jnp.where(slots < self.sinks, slots, held)
-        return jnp.where(held < expand_over_slots(length), held, -1)
+        position = newest - (newest - (slots - self.sinks)) % self._ring
+        position = jnp.where(position >= 0, position + self.sinks, -1)
+        position = jnp.where(slots < self.sinks, slots, position)
+        return jnp.where(position < expand_over_slots(length), position, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         in_ring = self.sinks + (positions - self.sinks) % self._ring

@@ -155,11 +155,11 @@ class PageAllocator:
         columns = jnp.broadcast_to(
             jnp.arange(self.table.shape[1], dtype=jnp.int32), self.table.shape
         )
-        mine = jnp.arange(self.table.shape[0], dtype=jnp.int32) == row
+        is_row = jnp.arange(self.table.shape[0], dtype=jnp.int32) == row
         fits = jnp.asarray(pages) <= self.table.shape[1]
-        wanted = mine[:, None] & fits & (columns < pages) & (self.table < 0)
+        wanted = is_row[:, None] & fits & (columns < pages) & (self.table < 0)
         after, had = self.append(columns, wanted)
-        return after, fits & jnp.any(had & mine)
+        return after, fits & jnp.any(had & is_row)
 
     def drop(self, which: Array) -> "PageAllocator":
         """Free the pages of columns, ``which`` bool[rows, columns], unless others hold them."""
@@ -247,10 +247,10 @@ class PageAllocator:
         """Concatenate the rows of several allocators. They have the ``same`` pool, or their pools
         are concatenated as well."""
         every = [self, *others]
-        held = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
+        row_refs = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
         if same:
-            pinned = [x.refs - rows for x, rows in zip(every, held, strict=True)]
-            refs = functools.reduce(jnp.maximum, pinned) + functools.reduce(jnp.add, held)
+            pinned = [x.refs - rows for x, rows in zip(every, row_refs, strict=True)]
+            refs = functools.reduce(jnp.maximum, pinned) + functools.reduce(jnp.add, row_refs)
             tables = [x.table for x in every]
         else:
             first = np.cumsum([0, *(x.pages for x in every)], dtype=np.int32)
@@ -319,5 +319,5 @@ class FixedPageTables:
     ) -> tuple["FixedPageTables", RowMask]:
         """Unchanged tables, and the rows that have a page in all columns where one is ``wanted``;
         see `PageAllocator.append`."""
-        found = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)
-        return self, jnp.all(~wanted | (found >= 0), axis=1)
+        pages = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)
+        return self, jnp.all(~wanted | (pages >= 0), axis=1)

@@ -75,9 +75,9 @@ def _gathered(
             collapsed_slice_dims=tuple(range(before)),
             start_index_map=tuple(range(before)),
         )
-        found = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
-        found = jnp.moveaxis(lax.dynamic_slice_in_dim(found, begin, length, axis + 1), 1, axis)
-        return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
+        result = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
+        result = jnp.moveaxis(lax.dynamic_slice_in_dim(result, begin, length, axis + 1), 1, axis)
+        return result.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
     shape[axis] = length
     index = jnp.stack([*(jnp.broadcast_to(x, pages.shape) for x in (*leading, pages, begin))], 2)
     # The result is [batch, ..., count, length, ...].
@@ -87,8 +87,8 @@ def _gathered(
         start_index_map=(*range(before), axis + before - 1),
     )
     # A column without a page holds no tokens. What is read there is masked.
-    found = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
-    return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
+    result = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
+    return result.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
 def _one_by_one(
@@ -114,9 +114,9 @@ def _one_by_one(
         return placement.near(part)[0]
 
     known = jnp.clip(pages, 0, of_pages[0] - 1)
-    found = lax.map(one, known.ravel()).reshape(batch, count, *shape[1:])
-    found = jnp.moveaxis(found, 1, axis)
-    return found.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
+    result = lax.map(one, known.ravel()).reshape(batch, count, *shape[1:])
+    result = jnp.moveaxis(result, 1, axis)
+    return result.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
 
 def copy_pages(
@@ -166,8 +166,8 @@ def gather_pages(stores: Store, orders: Any, placement: Device, pages: Array) ->
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
 
         def of(page: Array) -> Array:
-            found: Array = order.slice_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
-            return placement.near(found)[0]
+            part: Array = order.slice_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
+            return placement.near(part)[0]
 
         return lax.map(of, jnp.clip(pages, 0, store.shape[0] - 1))
 

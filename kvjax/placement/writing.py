@@ -122,8 +122,8 @@ def _row_by_row(
     for run in runs:
 
         def one(row: Array, into: Array, run: Run = run) -> Array:
-            mine = lax.dynamic_index_in_dim(x, row, keepdims=False)
-            return write_row(into, row, mine, run, count, order, table, layer, *moved)
+            units = lax.dynamic_index_in_dim(x, row, keepdims=False)
+            return write_row(into, row, units, run, count, order, table, layer, *moved)
 
         rows: Any = x.shape[0]
         if placement is not None:
@@ -173,19 +173,19 @@ def _row_into_pages(
 ) -> Array:
     """``write_row`` into one page after another; units for a page that does not exist are
     dropped."""
-    mine = run_pages(table, run)[row]
+    row_pages = run_pages(table, run)[row]
 
     def one(number: Array, into: Array) -> Array:
-        page = mine[number]
+        page = row_pages[number]
         pages = into.shape[0 if layer is None else 1]
         real = jnp.where((page >= 0) & (page < pages), count[row], 0)
         span = run.start[row] - number * run.high, jnp.int32(0), real
         at = page if layer is None else (layer, page)
         return _write_one(into, at, x, run, span, order, near, far, copy)
 
-    if len(mine) == 1:
+    if len(row_pages) == 1:
         return one(jnp.int32(0), into)
-    return control_flow.fori_loop(0, len(mine), one, into)
+    return control_flow.fori_loop(0, len(row_pages), one, into)
 
 
 def _write_one(

@@ -182,7 +182,7 @@ def _check_count(config: CacheShape, values: object) -> None:
 
 def _windows_by_type(config: CacheShape) -> tuple[int | None, ...]:
     slides = getattr(config, "use_sliding_window", True) is not False
-    found = [
+    sizes_by_layer = [
         (getattr(each, "sliding_window", None) if slides else None,
          getattr(each, "attention_chunk_size", None))
         for each in _layer_configs(config)
@@ -194,11 +194,11 @@ def _windows_by_type(config: CacheShape) -> tuple[int | None, ...]:
         first = getattr(config, "max_window_layers", None) or 0
         return tuple(
             None if (layer + 1) % every == 0 or layer < first else window or chunk
-            for layer, (window, chunk) in enumerate(found)
+            for layer, (window, chunk) in enumerate(sizes_by_layer)
         )
     _check_count(config, kinds)
     sized = []
-    for kind, (window, chunk) in zip(kinds, found, strict=True):
+    for kind, (window, chunk) in zip(kinds, sizes_by_layer, strict=True):
         sizes = {"sliding_attention": window, "chunked_attention": chunk}
         if kind not in sizes and kind not in ("full_attention", "attention"):
             raise ValueError(
