@@ -1,5 +1,4 @@
-"""Other people's models: examples, adapters of frameworks, and what a model of one's own is refused
-for."""
+"""Models of other libraries: examples, adapters, and the errors of ``kvjax.language_model``."""
 
 import dataclasses
 import functools

@@ -124,7 +124,7 @@ for number in range(8):
     logits, cache = step(lm.params, token, cache)
 assert np.concatenate(drawn, 1).tolist() == wanted
 for call, words in (
-    (lambda: kvjax.migrate(cache, mesh=None), "mesh=None is one device"),
+    (lambda: kvjax.migrate(cache, mesh=None), "mesh=None is a single device"),
     (lambda: kvjax.init_cache(lm.config, max_len=8, mesh=kvjax.make_mesh(
         devices=[d for d in jax.devices() if d.process_index != jax.process_index()]
     )), "none of process"),

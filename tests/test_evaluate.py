@@ -1,4 +1,4 @@
-"""Quality figures: what they say of caches whose quality is known, and that one pass is enough."""
+"""Quality metrics: on caches of known quality, and one pass against decoding."""
 
 import itertools
 import json

@@ -184,7 +184,7 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
                 lambda: jax.jit(kvjax.append, static_argnums=1)(cache, 0, keys, keys),
             ):
                 with pytest.raises(
-                    ValueError, match=r"the one that kvjax\.make_mesh gave, or none"
+                    ValueError, match=r"the mesh that kvjax\.make_mesh returned, or none"
                 ):
                     call()
             # Outside of a program of the user's, the mesh that is named is the one that counts.

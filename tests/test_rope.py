@@ -253,7 +253,7 @@ def test_texts_end_where_frequencies_would_change(kind: str) -> None:
         _, cache = apply(lm.params, TOKENS[:, :9], cache)
     with pytest.raises(kvjax.CacheOverflowError, match="start with a larger rotary_len"):
         kvjax.check(cache)
-    with pytest.raises(ValueError, match="or one rotary_len"):
+    with pytest.raises(ValueError, match="the same max_len or rotary_len"):
         kvjax.concatenate([cache, kvjax.init_cache(lm.config, batch=2, max_len=64)])
     # Who has no longer texts keeps all of the room.
     assert kvjax.init_cache(lm.config, max_len=64, rotary_len=64).max_len == 64
