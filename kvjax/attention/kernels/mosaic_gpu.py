@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
 from kvjax.attention.kernels import common
+from kvjax.attention.kernels._mosaic_gpu_plan import KIB, MMA_K, Layout, Operand, Plan, plan_of
 from kvjax.attention.kernels.common import (
     KernelInputs,
     Ref,
@@ -32,7 +33,6 @@ from kvjax.attention.kernels.common import (
     splits_of,
 )
 from kvjax.attention.kernels.mosaic_gpu_formats import TERMS, arrays_of, format_of, terms_of
-from kvjax.attention.kernels.mosaic_gpu_plan import KIB, MMA_K, Layout, Operand, Plan, plan_of
 from kvjax.attention.softmax import LOWEST, Partial
 from kvjax.cache.sections import Section
 from kvjax.core.target import check_mosaic_capability, current_target, default_device
