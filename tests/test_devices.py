@@ -675,7 +675,7 @@ def test_only_what_kvjax_runs_is_compiled(lm):
     ):
         with pytest.raises(ValueError, match=message):
             kvjax.compile(model, policy, max_len=64, device=device)
-    with pytest.raises(ValueError, match="a ModelShape, not a LlamaConfig: it has no"):
+    with pytest.raises(ValueError, match="a ModelShape, got a LlamaConfig, which has no"):
         plan_on(lm.config, device=here, max_len=64)
     over = AbstractMesh((2,), ("tensor",), axis_types=(AxisType.Auto,))
     with pytest.raises(ValueError, match="an AbstractMesh has no devices"):

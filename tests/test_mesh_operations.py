@@ -356,7 +356,7 @@ def test_wrong_moves_are_refused():
         kvjax.migrate(cache, layers=[0], mesh=None)
     with pytest.raises(ValueError, match="8 rows can't be divided among data=3"):
         kvjax.migrate(cache, mesh=kvjax.make_mesh(data=3))
-    with pytest.raises(ValueError, match=r"on different devices: kvjax.migrate"):
+    with pytest.raises(ValueError, match=r"on different devices: use kvjax\.migrate"):
         kvjax.concatenate([cache, filled("dense")])
     with pytest.raises(ValueError, match="3 rows can't be divided among data=2"):
         kvjax.select(cache, [0, 1, 2])
