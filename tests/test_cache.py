@@ -406,7 +406,7 @@ def test_users_see_the_real_shape_and_dtype(policy):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_users_see_the_dtype_that_they_asked_for(dtype):
-    """The dtype of numbers, not that of the stored bits, which are private."""
+    """The dtype of the numbers. The stored bits may have another one, which is private."""
     cache = kvjax.init_cache(tiny_config(), kvjax.policy("static", dtype=dtype), max_len=8)
     assert {x.dtype.name for x in kvjax.read(cache, 0)[:2]} == {dtype}
     assert "LayerCache" not in kvjax.__all__

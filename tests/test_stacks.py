@@ -147,7 +147,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("change", some(OPERATIONS))
 def test_operations(change):
-    """The result is stacked, and equal to that of unstacked layers."""
+    """The result is stacked, and equals the result of unstacked layers."""
     paged = "fork", "rewind of pages"
     name = "raw" if change == "grow" else "pages" if change in paged else "int8"
     found = OPERATIONS[change](filled(name))
@@ -408,7 +408,7 @@ def test_layers_that_read_another_s_are_not_stacked():
 
 
 def test_layers_whose_marks_differ_are_not_stacked():
-    """Identical layers of which one was rewound separately."""
+    """Identical layers, one of them rewound separately."""
     cache = filled("raw", UNROLLED, stacked=False)
     apart = replace(cache, written=cache.written.at[1, 2].add(1))
     with pytest.raises(ValueError, match=r"layers \[0, 1, 2, 3\] hold different tokens of row 1"):
