@@ -233,11 +233,11 @@ def test_kernel_and_groups_in_16_bits(heads):
 @pytest.mark.parametrize(
     ("path", "policy", "settings", "reason"),
     [
-        ("pallas", {}, {"bias": lambda q, k: jnp.zeros(())}, "'pallas' adds no bias"),
+        ("pallas", {}, {"bias": lambda q, k: jnp.zeros(())}, "'pallas' does not support a bias"),
         pytest.param(
             "pallas", {"keys": CODECS["centered"]}, {}, "'pallas' can't decode", marks=by_triton
         ),
-        ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' reads nothing on the host"),
+        ("pallas", {"placement": kvjax.Host()}, {}, "'pallas' can't read host memory"),
         ("fast", {}, {}, "unknown attention path 'fast': choose from blocks, reference, buckets"),
     ],
 )

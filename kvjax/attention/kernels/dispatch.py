@@ -84,11 +84,12 @@ def _attend_by(kernel: ModuleType, inputs: AttentionInputs) -> AttentionOutput:
 def _refusals(kernel: ModuleType, inputs: AttentionInputs, section: Section) -> dict[str, object]:
     """Reasons for which a kernel can't read a section, and whether each applies."""
     if section.placement.needs_tail:
-        return {"reads nothing on the host": True}
+        return {"can't read host memory": True}
     return {
-        "adds no bias to scores": inputs.mask.bias is not None,
-        f"takes blocks of a power of two, not {section.unit}": section.unit & section.unit - 1,
-        "reads no keys that are stored before their rotation": section.rotary is not None,
+        "does not support a bias": inputs.mask.bias is not None,
+        f"needs blocks of a power of two, not {section.unit} tokens": section.unit
+        & section.unit - 1,
+        "can't read unrotated keys": section.rotary is not None,
         **kernel.refusals(section, inputs.rows(section)),
     }
 

@@ -53,8 +53,8 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     fits = known and plan_of(section, head_dim, rows.shape[2], rows.dtype) is not None
     return {
         f"can't read {section.codecs} in a kernel": not known,
-        f"takes multiples of {MMA_K} tokens and channels that share bytes and scales, and no more "
-        "than fit in a GPU's shared memory": known and not fits,
+        f"needs multiples of {MMA_K} tokens and channels that share bytes and scales, and tiles "
+        "that fit in a GPU's shared memory": known and not fits,
     }
 
 

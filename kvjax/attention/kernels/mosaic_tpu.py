@@ -69,7 +69,7 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     )
     return {
         f"can't read {section.codecs} tile by tile": not readable,
-        f"takes blocks of {SUBLANES * subblocks} tokens at least here": (
+        f"needs blocks of at least {SUBLANES * subblocks} tokens here": (
             section.unit > 1 and section.unit < SUBLANES * subblocks
         ),
     }
@@ -94,7 +94,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     heads, tile, block_rows = tile_sizes(inputs, capacity)
     # With a single page per row, the last tile may pass the end, as it may without pages.
     several = section.pages is not None and section.pages.shape[1] > 1
-    refuse("pallas", {f"reads no pages of {capacity} tokens": several and capacity % tile})
+    refuse("pallas", {f"can't read pages of {capacity} tokens": several and capacity % tile})
     blocks = -(-rows // block_rows)
     padded = blocks * block_rows
     queries = jnp.pad(inputs.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))

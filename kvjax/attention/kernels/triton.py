@@ -76,9 +76,9 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
     units = [math.prod(x.shape[3:]) for x in jax.tree.leaves(stores)]
     decodes = all(map(decodes_in_kernel, cores)) and all(map(_has_no_constants, cores, stores))
     return {
-        f"takes a head_dim that is a power of two, not {head_dim}": head_dim & head_dim - 1,
+        f"needs a head_dim that is a power of two, not {head_dim}": head_dim & head_dim - 1,
         f"can't decode {section.codecs} in a kernel": not decodes,
-        "takes units of a power of two of numbers": any(unit & unit - 1 for unit in units),
+        "needs units of a power of two of numbers": any(unit & unit - 1 for unit in units),
     }
 
 
@@ -102,7 +102,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
         if units > page:
             tile = min(tile, page & -page)
             too_short = tile * section.unit < MIN_PAGE_TOKENS
-            refuse("pallas", {f"reads no pages of {page} units": too_short})
+            refuse("pallas", {f"can't read pages of {page} units": too_short})
     block_rows = min(pl.next_power_of_2(rows), MAX_ROWS)
     blocks = -(-rows // block_rows)
     copies = max(MMA_ROWS // block_rows, 1)  # repeat rows to fill a matrix product
