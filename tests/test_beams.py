@@ -1,4 +1,4 @@
-"""Beam search against lists of texts in plain NumPy, and what it shares; the best of samples."""
+"""Beam search, compared with lists of sequences in NumPy; sharing; the best of samples."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ GIVEN = {"max_new_tokens": NEW, "prefill_chunk": 16, "num_beams": 4, "eos_token_
 
 @functools.cache
 def one_layer():
-    """A model of one layer, for each is one more to compile in every program."""
+    """A model of one layer, because more layers take longer to compile."""
     return small(num_hidden_layers=1, windows=(None,))
 
 
@@ -47,14 +47,14 @@ def lm():
 
 @functools.cache
 def log_probabilities(text):
-    """Of the token behind a text, of the pass without a cache."""
+    """Log-probabilities of the next token, without a cache."""
     logits = np.asarray(known(one_layer(), list(text[:1]), [*text[1:], 0])[-1], np.float64)
     return logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
 
 
 def searched(prompt, *, n, beams=4, groups=1, penalty=1.0, early=False, diversity=0.0, form=None):
-    """The best texts and their scores, by lists: every continuation of every text is looked at, or
-    each that a ``form`` allows; and after how many tokens each group is at its end."""
+    """The best sequences and their scores, by exhaustive lists of continuations, or of those that a
+    ``form`` allows; and the number of tokens after which each group ends."""
     width, over = beams // groups, [False] * groups
     live: Any = [[((), 0.0)] for _ in range(groups)]
     ended: Any = [[] for _ in range(groups)]
@@ -130,14 +130,14 @@ def test_the_texts_are_those_of_lists(lm, name):
 
 
 def form(text):
-    """Tokens that may stand behind a text, by what all of it comes to: seldom none but ends, or
-    fewer than there are beams."""
+    """The tokens allowed after a sequence, by the sum of its tokens. Rarely only end tokens, or
+    fewer tokens than beams."""
     state = sum(text) % 7
     return ([30, 57], [3, 44])[state] if state < 2 else [x for x in range(61) if (x + state) % 3]
 
 
 class Form:
-    """What keeps to ``form``, of a text so far."""
+    """A guide that enforces ``form``."""
 
     def __init__(self, text):
         self.text = list(text)
@@ -158,7 +158,7 @@ class Form:
 
 @pytest.mark.parametrize("name", some(CASES, "plain", "groups"))
 def test_beams_keep_to_guides(lm, name):
-    """The texts are those of lists, and their guides behind them; those given stay as they were."""
+    """Sequences equal those of lists. Result guides accepted them; given ones are unchanged."""
     given = {NAMES[key]: value for key, value in CASES[name].items()}
     guides = [Form(prompt) for prompt in PROMPTS]
     found = kvjax.generate(lm, PROMPTS, n=4, guide=guides, **GIVEN, **given)
@@ -183,7 +183,7 @@ GUIDED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(GUIDED, "none"))
 def test_guides_forbid_what_a_hook_forbids(lm, name):
-    """In any cache, piece by piece; and the cache has their texts. Nothing is compiled again."""
+    """With any cache, and when streamed. The cache holds the sequences. Nothing compiles again."""
 
     def hook(logits, tokens, length):
         there = jnp.arange(tokens.shape[1]) < length[:, None]
@@ -195,7 +195,7 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
     model = lm.on(kvjax.make_mesh(data=2, tensor=2)) if name == "mesh" else lm
     more = {"use_cache": False} if name == "none" else {"cache": GUIDED[name]}
     given = {**GIVEN, **more, "n": 3, "logprobs": 0, "repetition_penalty": 1.2}
-    prompts = [*PROMPTS, PROMPTS[0]]  # as many as data does not divide
+    prompts = [*PROMPTS, PROMPTS[0]]  # a number that the data axis does not divide
     wanted = kvjax.generate(model, prompts, logits_hook=hook, **given)
     running = kvjax.stream(model, prompts, guide=[*map(Form, prompts)], **given)
     pieces = list(running)
@@ -207,7 +207,7 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
         np.testing.assert_allclose(row, other, atol=1e-5)
     for row, tokens in enumerate(found.tokens):
         assert [*itertools.chain(*(piece.tokens[row] for piece in pieces))] == tokens
-    assert len(pieces) == running._state.count.max()  # each step waits for the one before
+    assert len(pieces) == running._state.count.max()  # each step needs the one before
     with (meter := Timer()).running():
         kvjax.generate(model, prompts[::-1], guide=[*map(Form, prompts[::-1])], **given)
     assert meter.compilations == 0
@@ -241,7 +241,7 @@ def test_one_beam_is_greedy(lm):
 
 @pytest.mark.parametrize("policy", some(("static", "int8", "ring", "none"), "static"))
 def test_texts_go_on_from_the_result(lm, policy):
-    """From the cache, and the tokens that each text lacks in it; padded the same."""
+    """From the cache and the tokens that each row lacks. Padded results are equal."""
     choice = {"static": "static", "int8": kvjax.policy(bits=8, block=8), "none": "static",
               "ring": kvjax.CachePolicy(Ring(8, sinks=2, slack=15))}[policy]  # fmt: skip
     more = {"use_cache": False} if policy == "none" else {"cache": choice}
@@ -266,7 +266,7 @@ def test_texts_go_on_from_the_result(lm, policy):
 
 
 class Counting:
-    """A model that counts how often it is traced, for which shapes."""
+    """A model that counts its traces by shape."""
 
     def __init__(self, model, seen):
         self.model, self.seen = model, seen
@@ -282,8 +282,8 @@ class Counting:
 @pytest.mark.slow
 @pytest.mark.parametrize("enough", [True, pytest.param(False, marks=pytest.mark.rare)])
 def test_beams_share_the_prefill_and_the_pages_of_their_prompt(lm, enough):
-    """It is read once, in chunks of one row; its full pages are there once, and each beam needs
-    room for the rest alone: pools are made so, and one that is smaller is not enough."""
+    """The prompt is prefilled once, in chunks of one row. Its full pages exist once, and each beam
+    only needs pages for the rest. Pools are sized for that, and a smaller one is not enough."""
     prompt, new, page = [(7 * n) % 61 for n in range(101)], 20, 16
     given = {**GIVEN, "max_new_tokens": new, "eos_token_ids": (), "n": 4}
     full, most = len(prompt) // page, -(-(len(prompt) + new) // page)
@@ -325,7 +325,7 @@ CELLS = {
 @pytest.mark.slow(but=("ring", "growing on the host"))
 @pytest.mark.parametrize("name", some(CELLS, "dense of 8 bits", "growing on the host", "ring"))
 def test_rows_go_on_from_others_in_place(name):
-    """Of any layout, codec and place: as if each had always had the text of the other."""
+    """With any layout, codec and placement, a row equals one that always had that sequence."""
     codecs, layout, placement = CELLS[name]
     held, common = matrix.held(codecs, layout, placement), 21
     text = [x.copy() for x in laws.texts()]
@@ -355,13 +355,13 @@ def test_rows_go_on_from_others_in_place(name):
         begins += [9, 9, 3]
         if begins.max() > 50:
             break
-        # Rows of one text that are longer and shorter.
+        # Rows of one prompt with different lengths.
         cache, rows = branch(cache, np.array([1, 1, 2], np.int32), since), rows[[1, 1, 2]]
     kvjax.check(cache)
 
 
 def test_what_rows_have_in_common_is_not_copied(lm):
-    """Nor anything of a row that stays."""
+    """Nor is anything copied of a row that stays."""
     cache = kvjax.init_cache(lm.config, batch=3, max_len=512)
     rows = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     cache, _ = kvjax.prefill(lm, rows, cache=cache)
@@ -383,7 +383,7 @@ POLICIES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(POLICIES, "dense"))
 def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
-    """Nor does a guided step."""
+    """Nor does a step with guides."""
     model, _ = tiny_model(num_hidden_layers=1, windows=(None,), head_dim=16)
     beams, temporary = BeamConfig(4), []
     filters, settings = prepare_sampling(seeds=[0] * 4, eos_token_ids=[3])
@@ -408,7 +408,7 @@ def test_a_search_copies_no_more_than_some_tokens_of_rows(name):
         for program in programs:
             assert_no_copy(program, kvjax.nbytes(cache)["device"], tree_bytes(cache.layers[0]))
         temporary.append([x.memory_analysis().temp_size_in_bytes for x in programs])
-    # Of pages, tables and counts are made anew.
+    # With pages, tables and counts are new arrays.
     tables = tree_bytes(cache.pools)
     for least, most in zip(*temporary, strict=True):
         assert 0 <= most - least <= 4 * tables
@@ -449,14 +449,14 @@ def test_a_stream_gives_what_all_texts_have_in_common(lm, monkeypatch):
         for row, tokens in enumerate(found.tokens):
             assert [*itertools.chain(*(each.tokens[row] for each in pieces))] == tokens
         for piece in pieces[:-1]:
-            # A prompt's rows are given the same, as long as it is not decided.
+            # Before the end, all rows of a prompt get the same pieces.
             assert piece.tokens[0] == piece.tokens[1] and piece.tokens[2] == piece.tokens[3]
             early.append(any(piece.tokens))
     assert any(early)
 
 
 def test_penalties_and_hooks_go_by_each_beams_text(lm):
-    """A hook that forbids the last token again, in place of a penalty, and what is counted."""
+    """With a hook that forbids repeating the last token, and with counts."""
 
     def hook(logits, tokens, length):
         rows = jnp.arange(len(tokens))
@@ -490,7 +490,7 @@ def test_a_hook_that_leaves_nothing_is_told(lm):
 
 @pytest.mark.rare
 def test_fewer_texts_than_are_asked_for_are_told(lm):
-    """Where a hook leaves two."""
+    """A hook leaves only two sequences."""
 
     def hook(logits, tokens, length):
         only = jnp.where(length == 4, 2, 1)[:, None]
@@ -538,21 +538,21 @@ def test_a_tree_of_prefixes_keeps_what_beams_read(lm):
         assert found.tokens == wanted.tokens and found.stats.cached_tokens == hits
         np.testing.assert_allclose(found.sequence_scores, wanted.sequence_scores, atol=1e-5)
         assert found.cache is None
-    # All pages came back, or are the tree's.
+    # All pages are free or belong to the tree.
     assert kvjax.generate(lm, prompt, prefix_cache=tree, **given).tokens == wanted.tokens
 
 
 MESHES = [
     f"{shape} {policy}" for shape in ("4-1-1", "2-2-1", "1-2-2")
     for policy in ("static", "paged", "codes", "host")
-    if (shape, policy) != ("1-2-2", "paged")  # pages are not divided along sequence
+    if (shape, policy) != ("1-2-2", "paged")  # pages are not split over the sequence axis
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", some(MESHES, "4-1-1 static"))
 def test_on_a_mesh(lm, name):
-    """Rows that data does not divide among them."""
+    """With a number of rows that the data axis does not divide."""
     shape, policy = name.split()
     data, tensor, sequence = map(int, shape.split("-"))
     choice = {

@@ -1,4 +1,4 @@
-"""Chats: each token read once, edits and files as if nothing had happened, answers cut short."""
+"""Chats: each token is prefilled once; edits, files and stopped answers."""
 
 import json
 import signal
@@ -21,9 +21,9 @@ from tests.scripted import scripted
 from tests.threads import together
 
 SHARED = {"max_len": 256, "max_new_tokens": 8, "prefill_chunk": 16, "eos_token_ids": []}
-"""One capacity, one width of prompts: few programs."""
+"""One capacity and one prompt width, so that few programs are compiled."""
 SHORT = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
-"""A token around each text."""
+"""One token before and after each text."""
 RING = "sliding_window,window=24,sinks=2"
 OTHERS = ["dynamic", "offloaded,bits=8", "paged,page_size=16", "paged,bits=2", "auto,memory=1MB"]
 RARE = [pytest.param(each, marks=pytest.mark.rare) for each in OTHERS]
@@ -35,7 +35,7 @@ def begun(lm: Any, policy: str = "static", **more: Any) -> kvjax.Chat:
 
 
 def said(answer: Any) -> str:
-    """The text of an answer, joined, which is that of the chat."""
+    """The text of an answer, which must equal the chat's."""
     text = "".join(piece.text[0] for piece in answer)
     assert text == answer.text == answer.result.text[0] and answer.tokens == answer.result.tokens[0]
     return text
@@ -46,7 +46,7 @@ def held(chat: kvjax.Chat) -> Any:
 
 
 def assert_sees_its_text(chat: kvjax.Chat, tolerance: float = 1e-5) -> None:
-    """What comes next is what it is of the same tokens, read at once into a new cache."""
+    """The next logits equal those after prefilling the same tokens into a new cache."""
     cache, tokens = held(chat).cache, list(held(chat).tokens)
     assert cache.length.tolist() == [len(tokens)]
     more, settings = [7], {"prefill_chunk": 16}
@@ -58,7 +58,7 @@ def assert_sees_its_text(chat: kvjax.Chat, tolerance: float = 1e-5) -> None:
 
 @pytest.fixture(scope="module")
 def spoken(tiny_llama):
-    """A model that says letters alone: each token is a character."""
+    """A model that generates letters only: each token is one character."""
     params = dict(tiny_llama.params, model=dict(tiny_llama.params["model"]))
     weight = params["model"]["embed_tokens"]["weight"]
     letters = np.isin(np.arange(len(weight)), tiny_llama.tokenizer.encode(ascii_letters))
@@ -68,7 +68,7 @@ def spoken(tiny_llama):
 
 @pytest.fixture
 def fed(monkeypatch):
-    """How many tokens are given to prefill programs."""
+    """Counts the tokens given to prefill programs."""
     counted, prefill = [], programs.prefill
 
     def counting(*args: Any) -> Any:
@@ -88,10 +88,10 @@ def test_ten_turns_read_each_token_once(tiny_llama, policy, fed):
     stats, length = chat.stats, len(held(chat).tokens)
     written = sum(
         len(turn.tokens) - 1 for turn in chat.turns
-    )  # the newest one is read with the next
+    )  # the newest token is fed with the next message
     assert stats.prefilled == sum(fed) == length - written
     assert (stats.reread, stats.generated, stats.turns) == (0, 80, 10)
-    # Bytes that are no text, too, are still those that were drawn.
+    # Bytes that are not valid text are kept as they were sampled.
     encode = tiny_llama.tokenizer.encode
     whole = [[*encode(turn.user), 257, *turn.tokens, 257] for turn in chat.turns]
     assert list(held(chat).tokens) == [token for turn in whole for token in turn][:-2]
@@ -109,7 +109,7 @@ def test_an_edited_chat_is_one_that_was_so_from_the_beginning(tiny_llama, policy
     assert said(chat.send("four")) == said(other.send("four"))
     assert chat.turns == other.turns and held(chat).tokens == held(other).tokens
     assert_sees_its_text(chat)
-    # What can't be rewound was read again, and is told.
+    # Tokens that could not be rewound were prefilled again, and counted.
     assert chat.stats.reread == (13 if "bits" in policy or "window" in policy else 0)
     assert chat.stats.prefilled >= other.stats.prefilled + chat.stats.reread
     before = chat.turns
@@ -118,12 +118,12 @@ def test_an_edited_chat_is_one_that_was_so_from_the_beginning(tiny_llama, policy
     said(chat.send("four"))
     assert chat.turns == before
     said(chat.retry())
-    assert chat.turns == (*before[:-1], replace(before[-1], attempt=1))  # as nothing is drawn
+    assert chat.turns == (*before[:-1], replace(before[-1], attempt=1))  # without sampling
     assert_sees_its_text(chat)
 
 
 def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
-    """Whatever was between: an edit, a retry, a file. Penalties go by the whole conversation."""
+    """Regardless of edits, retries and saving. Penalties see the whole conversation."""
     drawn = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 3}
     chat = begun(tiny_llama, **drawn)
     first, second = said(chat.send("ab")), said(chat.send("cd"))
@@ -136,7 +136,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert other.settings == chat.settings and other.stats == chat.stats
     assert said(other.retry()) == said(chat.retry())
     assert said(other.edit(1, "cd")) == said(chat.edit(1, "cd")) == second
-    # One that reads everything again sees the same.
+    # A chat that prefills everything again continues in the same way.
     other._conversation.cached = None
     assert said(other.send("ef")) == said(chat.send("ef"))
     assert other.turns == chat.turns and other.stats.prefilled > chat.stats.prefilled
@@ -145,7 +145,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
 
 @pytest.mark.slow
 def test_drafts_change_no_answer(tiny_llama, tmp_path):
-    """Nor what is read; a chat in a folder asks for its draft's model again."""
+    """Nor the prefilled tokens. A saved chat needs its draft model given again."""
     drafts = {
         "none": None, "model": kvjax.DraftModel(tiny_llama, 3), "lookup": "lookup",
         "settings": kvjax.PromptLookup(),
@@ -165,14 +165,14 @@ def test_drafts_change_no_answer(tiny_llama, tmp_path):
 
 @pytest.mark.parametrize("policy", ["static", "bits=4", RING, *RARE])
 def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkeypatch):
-    """What is under way is taken back, or, where the cache can't forget so much, taken in."""
+    """Tokens in flight are rewound, or kept if the cache can't rewind them."""
     monkeypatch.setattr(streaming, "_FAST_SECONDS", 1e9)  # steps double each time
     chat = begun(spoken, policy, max_new_tokens=120)
     answer, shown = chat.send("a"), ""
     for _ in range(7):
         shown += next(answer).text[0]
     running = len(answer.tokens)
-    assert running == len(shown) == 33 and chat.turns[-1].answer == shown  # 32 are under way
+    assert running == len(shown) == 33 and chat.turns[-1].answer == shown  # 32 are in flight
     answer.close()
     (turn,) = chat.turns
     assert turn.reason == "stopped" and turn.answer == answer.text and turn.answer.startswith(shown)
@@ -181,7 +181,7 @@ def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkey
     assert list(answer) == [] and answer.result.tokens == [list(turn.tokens)]
     answer.close()
     assert_sees_its_text(chat)
-    # The next question ends one that runs; one that was never begun is an empty answer.
+    # The next message stops an unfinished answer, which may be empty.
     next(chat.send("b"))
     chat.send("c")
     chat.settings["max_new_tokens"] = 8
@@ -193,7 +193,7 @@ def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkey
 
 
 def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
-    """While a prompt is read, between pieces, and again and again."""
+    """During prefill, between pieces, and repeatedly."""
 
     def interrupt(what: str, done: int, total: int) -> None:
         if what == at[0] and done >= at[1]:
@@ -209,7 +209,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         with progress_callback(interrupt), pytest.raises(KeyboardInterrupt):
             next(answer)
         answer.close()
-        # Two chunks of it were read, and are not read again.
+        # Two chunks were prefilled, and are not prefilled again.
         assert chat.turns[-1].answer == "" and len(held(chat).tokens) == 13 + 32
         said(chat.send("second"))
         assert chat.stats.reread == 0
@@ -226,7 +226,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
             interrupt(*words)
             interrupt(*words)
 
-        # A second one ends it at once: the cache is lost, and read again.
+        # A second interrupt ends it at once. The cache is lost, and prefilled again.
         answer = chat.send("fourth")
         with progress_callback(twice), pytest.raises(KeyboardInterrupt):
             list(answer)
@@ -242,7 +242,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
 
 
 def test_threads_share_a_chat(tiny_llama):
-    """An answer ends where another thread asks for the next; no turn is lost, and none torn."""
+    """An answer ends when another thread sends a message. No turn is lost or broken."""
     chat = begun(tiny_llama)
     answers = {}
 
@@ -279,7 +279,7 @@ def test_errors_keep_the_chat(byte_tokenizer):
 
 
 def test_stopped_streams(byte_tokenizer, monkeypatch):
-    """Of several rows, with stop strings that are awaited, and before anything ran."""
+    """With several rows, with partial stop strings, and before the first step."""
     monkeypatch.setattr(streaming, "_FAST_SECONDS", 1e9)
     text = "ab\N{EURO SIGN}xSTOxxxxxx"
     lm = scripted("abcdefghijklm", text, tokenizer=byte_tokenizer)
@@ -314,8 +314,8 @@ STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 @pytest.mark.rare
 @pytest.mark.parametrize("name", ["embedded", "stories260K"])
 def test_models_that_continue_texts(embedded, name, tmp_path):
-    """Trained ones, with tokenizers that join letters: texts one behind the other, by what they
-    drew."""
+    """Trained base models, whose tokenizers merge letters: texts are concatenated, and sampled
+    tokens are kept."""
     lm = embedded
     if name == "stories260K":
         if not STORIES.is_dir():
@@ -341,7 +341,7 @@ def test_models_that_continue_texts(embedded, name, tmp_path):
 @pytest.mark.rare
 @pytest.mark.parametrize("policy", ["static", "bits=4"])
 def test_a_chat_on_a_mesh_and_elsewhere(tiny_llama, policy, tmp_path):
-    """Says what it says on one device, and goes on from there to here."""
+    """It answers as on one device, and continues there after it was saved on a mesh."""
     mesh = kvjax.make_mesh(tensor=2, sequence=2, devices=jax.devices()[:4])
     chat, there = begun(tiny_llama, policy), begun(tiny_llama.on(mesh), policy)
     for text in ("a" * 40, "b" * 90, "c"):
@@ -461,7 +461,7 @@ def _unchanged(logits: Any, tokens: Any, length: Any) -> Any:
 
 
 def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path):
-    """And stop strings, which a text ends before, perhaps inside a token."""
+    """Also with stop strings that end inside a token."""
     text = "a</s>hey</s>b</s>you</s>c</s>no!STOP"
     lm: Any = scripted(text, tokenizer=byte_tokenizer, eos=[257])
     settings = {"template": SHORT, "max_len": 64, "prefill_chunk": 16, "stop": ["!STOP"]}
@@ -469,8 +469,8 @@ def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path
     assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
     assert [turn.reason for turn in chat.turns] == ["eos", "eos", "stop"]
     assert list(held(chat).tokens) == byte_tokenizer.encode("a</s>hey</s>b</s>you</s>c</s>no")
-    assert chat.stats.prefilled == 2 + 3 + 3  # an end that was drawn is read with what comes next
-    # A ring that can't forget so much is read again.
+    assert chat.stats.prefilled == 2 + 3 + 3  # a sampled end token is fed with the next message
+    # A ring that can't be rewound so far is prefilled again.
     ring = kvjax.policy("sliding_window", window=8, slack=0)
     chat = kvjax.Chat(lm, cache=ring, **settings | {"prefill_chunk": 1})
     assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]

@@ -1,4 +1,4 @@
-"""The tree of prefixes: a hit is recomputation, bit for bit; every page comes back."""
+"""Prefix trees: a hit equals recomputation, bit for bit, and every page is returned."""
 
 import dataclasses
 import functools
@@ -72,7 +72,7 @@ def tree_of(lm, policy, **more):
 
 
 def after(lm, prompts, **settings):
-    """The logits behind prompts, what of them was computed before, and the tokens after them."""
+    """The logits after prompts, the tokens that hits saved, and the generated tokens."""
     request = prepare_request(
         lm, prompts, GenerationOptions(max_new_tokens=6, eos_token_ids=(), **settings)
     )
@@ -87,8 +87,8 @@ def after(lm, prompts, **settings):
 
 
 def conversations(seed=0):
-    """Three groups of three turns: what each asks for, all that went before at its beginning, in
-    any order that leaves turns behind one another."""
+    """The prompts of three conversations with three turns each, interleaved. A prompt starts with
+    all earlier turns of its conversation."""
     rng = np.random.default_rng(seed)
     some = lambda n: rng.integers(0, 61, n).tolist()  # noqa: E731
     system, turns = some(40), []
@@ -110,7 +110,7 @@ OTHERS = [pytest.param(n, marks=pytest.mark.rare) for n in POLICIES if n not in 
 @pytest.mark.slow(but=("hybrid",))
 @pytest.mark.parametrize("name", [*COVERED, *OTHERS])
 def test_cold_equals_warm_bit_for_bit(name, tmp_path):
-    """Under pressure, with pages and states on the host, on disk, and back."""
+    """With small tiers: pages and checkpoints move to the host, to disk, and back."""
     lm = small()
     sizes = tree_of(lm, POLICIES[name])
     room = max(
@@ -148,7 +148,7 @@ def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
 
 @pytest.mark.slow
 def test_a_hit_ends_where_a_chunk_of_prompts_did():
-    """Not inside of one, and not behind what a step computed."""
+    """Not inside a chunk, and not after tokens of decode steps."""
     lm, rng = small(), np.random.default_rng(12)
     tree = tree_of(lm, POLICIES["raw"], pages=24, prefill_chunk=32)
     prompt = rng.integers(0, 61, 75).tolist()
@@ -172,7 +172,7 @@ def test_what_was_not_used_for_longest_leaves_first():
 @pytest.mark.parametrize("name", ["int8", "raw", "sinks", "hybrid"])
 @pytest.mark.rare
 def test_a_tree_on_a_mesh_of_heads(name):
-    """What was not used for longest goes to the host, and comes back."""
+    """The least recently used pages are swapped out, and swapped in again."""
     lm, rng = small().on(kvjax.make_mesh(tensor=2)), np.random.default_rng(11)
     pages = {"sinks": 10, "hybrid": 6}.get(name, 5)
     tree = tree_of(lm, POLICIES[name], pages=pages, max_len=64)
@@ -190,7 +190,7 @@ def test_a_tree_on_a_mesh_of_heads(name):
 
 @pytest.mark.rare
 def test_rows_of_one_request_begin_together():
-    """Bit for bit also where rows differ in length."""
+    """Results are equal bit for bit even if rows differ in length."""
     lm, rng = small(), np.random.default_rng(3)
     tree = tree_of(lm, POLICIES["int8"], pages=48, checkpoint_every=1)
     base = rng.integers(0, 61, 90).tolist()
@@ -202,7 +202,7 @@ def test_rows_of_one_request_begin_together():
         assert np.array_equal(found, wanted) and tokens == others
         hits.append(hit)
     assert hits == [0, 128, 64, 32]
-    # Another number of rows computes in other programs.
+    # Another number of rows uses other programs.
     assert after(lm, prompts[:1], prefix_cache=tree)[1] == 0
 
 
@@ -218,24 +218,24 @@ def test_longer_hits_where_bits_may_differ(name):
     second = [text, [*prompt[:30], 1, 2]]
     found, hit, _ = after(lm, second, prefix_cache=tree)
     wanted, _, _ = after(lm, second, **tree.settings)
-    # Of what was generated too, and of each row its own.
+    # Generated tokens are cached too, and each row has its own hit.
     assert hit == 80 + (16 if name == "raw" else 0)
     np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=2e-4)
 
 
-# What is in the pages, and who has them.
+# The contents of pages, and their owners.
 
 
 @functools.cache
 def bare(windows=(None,)):
-    """A model of which nothing is asked but its shape."""
+    """A model that is never run: only its shape is used."""
     config = tiny_config(num_hidden_layers=len(windows), windows=windows, num_key_value_heads=1)
     return types.SimpleNamespace(config=config, params={"w": jnp.zeros(1)}, mesh=None)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def feed(cache, numbers, lengths):
-    """Keys that say which text they are of, and how long it is there."""
+    """Append keys that encode the sequence up to each position."""
     keys = jnp.broadcast_to(numbers[:, None, :, None], (*numbers.shape[:1], 1, numbers.shape[1], 8))
     for layer in range(len(cache.layers)):
         cache = kvjax.append(cache, layer, keys, -keys, lengths=lengths)
@@ -244,7 +244,7 @@ def feed(cache, numbers, lengths):
 
 @functools.cache
 def names(text):
-    """A number for every beginning of a text, as its key: no two that differ have the same."""
+    """A unique number for each prefix of a sequence, used as its key."""
     return np.array([hash(text[: n + 1]) % 2**24 for n in range(len(text))], np.float32)
 
 
@@ -254,7 +254,7 @@ def pages_in(layout, written):
 
 
 def rests(cache, row=0):
-    """Of each position of a row the key that stands there, by the tables; None where no page is."""
+    """The key at each position of a row, found through the page tables; None without a page."""
     found = {}
     length, written = int(np.asarray(cache.length)[row]), np.asarray(cache.written)[row].tolist()
     for entry, held in enumerate(cache.layers):
@@ -269,7 +269,7 @@ def rests(cache, row=0):
 
 
 def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
-    """A request, whose numbers say what they are of: the tokens that were found."""
+    """Run a request with keys that identify their prefix, and check them. Returns the hits."""
     lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
     cache, held = lease.take_cache(), lease.hits.copy()
     lengths = np.array([len(text) for text in texts])
@@ -291,7 +291,7 @@ def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
 
 
 def accounted(tree):
-    """Free, used and cached pages are all pages, each counted by itself."""
+    """Free, used and cached pages, counted separately, add up to all pages."""
     stats = tree.stats()
     for kind, counts in enumerate(tree.sequences.pool.allocators):
         kept = [
@@ -323,12 +323,12 @@ def accounted(tree):
 
 
 ALPHABET = [tuple(np.random.default_rng(n).integers(0, 2, 3 * CHUNK).tolist()) for n in range(4)]
-"""Texts are put together from these, so that many begin alike."""
+"""Sequences are concatenations of these, so that many share prefixes."""
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """Against the set of all beginnings that were computed: where nothing has been let go, a hit is
-    the longest of them, and it is never one of another tenant's, or of other weights."""
+    """Compares a tree with the set of all computed prefixes. As long as nothing has been evicted, a
+    hit is the longest of them, and it never belongs to another tenant or to other weights."""
 
     pages, memory = 400, 2**30
 
@@ -379,10 +379,10 @@ class TreeMachine(RuleBasedStateMachine):
         return next((n for n in ends if self.there(key, text[:n])), 0)
 
     def computed(self, key, text, hit):
-        """A state is kept where a text's last chunks end, where others leave it, and in between."""
+        """Checkpoints are kept at the last chunks, where others diverge, and in between."""
         ends = [n for n in range(CHUNK, len(text) + 1, CHUNK)]
         branch = max((n for n in ends if n < len(text) and text[:n] in self.known[key]), default=0)
-        last = (len(text) - 1) // CHUNK * CHUNK  # where the same text can be gone on from
+        last = (len(text) - 1) // CHUNK * CHUNK  # where the same prompt can resume
         kept = {branch, last, ends[-1]} if ends else set()
         mine = {n for n in ends if n > hit and (n % self.every == 0 or n in kept)}
         self.states[key] |= {text[:n] for n in mine}
@@ -406,7 +406,7 @@ class TreeMachine(RuleBasedStateMachine):
 
 
 class CrowdedMachine(TreeMachine):
-    """With so few pages, and so little memory of the host, that most texts are let go."""
+    """With few pages and little host memory, so that most sequences are evicted."""
 
     pages, memory = 20, 6_000
 
@@ -420,7 +420,7 @@ TestTreeMachine.settings = TestCrowdedMachine.settings = settings(
 
 @pytest.mark.rare
 def test_two_thousand_requests_leave_no_page_behind():
-    """Of one row and of three, of which some are not kept, in pools that are too small for them."""
+    """Requests of one row and of three, some of them not kept, in pools that are too small."""
     lm, rng = bare((None, 20)), np.random.default_rng(0)
     tree = tree_of(
         lm, kvjax.policy("paged", page_size=16, slack=15), pages=40, host_memory=20_000,
@@ -442,20 +442,20 @@ def test_two_thousand_requests_leave_no_page_behind():
 
 
 def test_a_text_that_is_gone_on_from_stays():
-    """What a request has found is not let go for the pages that it needs."""
+    """A request does not evict the prefix that it has matched."""
     lm, rng = bare(), np.random.default_rng(1)
     tree = tree_of(lm, whole(), pages=10, max_len=160, host_memory=0)
     old, new = (tuple(rng.integers(0, 9, 48).tolist()) for _ in range(2))
     asked(tree, lm, [old])
     asked(tree, lm, [new])
-    # All pages but those of its beginning, which is the least recently used text.
+    # All pages but those of its prefix, which was used least recently.
     hits = asked(tree, lm, [old + tuple(rng.integers(0, 9, 100).tolist())], new=12)
     assert hits == [48] and tree.stats().dropped >= 3
     accounted(tree)
 
 
 def test_pages_of_other_sizes_and_prompts_that_end_anywhere():
-    """Pages of 16 tokens and of 48 in one model: what is found ends where both do."""
+    """One model with pages of 16 and of 48 tokens: hits end where both kinds of pages end."""
     lm = bare((None, 20))
     policies = [
         whole(size=48),
@@ -531,7 +531,7 @@ def test_without_a_cache_and_on_from_one():
 
 @pytest.mark.slow
 def test_whose_texts_they_are():
-    """Of another tenant, and of other weights, nothing is found."""
+    """Sequences of another tenant or of other weights are not matched."""
     lm, prompt = small(), list(range(40))
     tree = tree_of(lm, POLICIES["raw"])
     ask = functools.partial(kvjax.generate, max_new_tokens=2)
@@ -556,7 +556,7 @@ def test_whose_texts_they_are():
 
 
 def streaming(policy):
-    """A model, its tree, and a stream that has the tree's pages."""
+    """A model, its tree, and an unfinished stream that uses the tree's pages."""
     lm = small()
     tree = tree_of(lm, POLICIES[policy])
     running = kvjax.stream(lm, [list(range(40))], max_new_tokens=20, prefix_cache=tree)
@@ -571,9 +571,9 @@ def test_a_stream_that_is_let_go_gives_its_pages_back():
         kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2)
     del running
     result = kvjax.generate(lm, [list(range(40))], prefix_cache=tree, max_new_tokens=2)
-    assert result.stats.cached_tokens == 0  # what did not end is not kept
+    assert result.stats.cached_tokens == 0  # an unfinished stream adds nothing
     accounted(tree)
-    # A cache that is lost takes the tree's pages with it.
+    # If a cache is lost, the tree's pages are lost too.
     lease = tree.lend(lm, [list(range(40))], new=2)
     jax.tree.map(lambda x: x.delete(), lease.take_cache())
     lease.finish(None, None)
@@ -619,7 +619,7 @@ def test_batch_after_batch_finds_what_went_before():
 )
 def test_what_a_tree_refuses(more, message):
     lm = small()
-    if "max_len" in more:  # a model whose positions end
+    if "max_len" in more:  # a model with a position limit
         config = types.SimpleNamespace(**vars(lm.config), position_limit=512)
         lm = types.SimpleNamespace(config=config, params={}, mesh=None)
     with pytest.raises(ValueError, match=message):
@@ -651,7 +651,7 @@ def test_what_a_request_with_a_tree_refuses():
     "name", ["int8", *(pytest.param(name, marks=pytest.mark.rare) for name in ("raw", "hybrid"))]
 )
 def test_a_tree_is_taken_up_again(name, tmp_path):
-    """With all its texts, wherever they were, of every tenant; and it goes on bit for bit."""
+    """With the sequences of all tiers and all tenants. Results are equal bit for bit."""
     lm, told = small(), conversations()
     tree = tree_of(lm, POLICIES[name], host_memory=30_000, folder=tmp_path / "pages")
     tree.weights = ("run", 1)
@@ -672,7 +672,7 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
             wanted, other, others = after(lm, [prompt], prefix_cache=tree.of(tenant))
             assert hit == other and np.array_equal(found, wanted) and tokens == others
     accounted(again)
-    # Of other weights the folder has nothing, for nobody can say any more which these were.
+    # Sequences of other weights are not saved.
     again.weights = 0
     assert after(lm, [told[1]], prefix_cache=again)[1] == 0
     trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
@@ -692,12 +692,12 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().texts == 0
 
 
-# What is stopped in the middle.
+# Interrupts.
 
 
 @pytest.mark.slow
 def test_what_is_refused_leaves_all_texts():
-    """And what is too large for the pool, whatever leaves it."""
+    """Also a request that is too large even for an empty pool."""
     lm, rng = bare(), np.random.default_rng(6)
     tree = tree_of(lm, whole(), pages=10, host_memory=0)
     text = tuple(rng.integers(0, 9, 80).tolist())
@@ -720,7 +720,7 @@ def test_what_is_refused_leaves_all_texts():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [ring(16, 24, 4, 15), POLICIES["int8"]], ids=str)
 def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
-    """A text that ended before its cache did, which could not take so many back."""
+    """A row whose known tokens end before its cache, which can't be rewound so far."""
     lm, rng = bare(), np.random.default_rng(10)
     tree = tree_of(lm, policy, pages=40, exact_prefix=False)
     text = tuple(rng.integers(0, 9, 90).tolist())
@@ -738,7 +738,7 @@ def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
 
 
 def test_pages_that_come_back_are_theirs_or_none(monkeypatch, tmp_path):
-    """Where it is stopped before they are written, and where their file is gone."""
+    """After an interrupt before they are written, and after their file was deleted."""
     lm, rng = bare(), np.random.default_rng(7)
     one, two = (tuple(rng.integers(0, 9, 90).tolist()) for _ in range(2))
     for folder in (None, tmp_path):
@@ -770,7 +770,7 @@ def raising(kind):
 
 
 def test_a_conversation_goes_on_where_there_is_room_for_two_states():
-    """Those that it has passed leave first."""
+    """Checkpoints that the conversation has passed are evicted first."""
     lm, rng = bare(), np.random.default_rng(8)
     one = tree_of(lm, POLICIES["int8"]).pool_config.checkpoint_bytes
     tree = tree_of(
@@ -782,12 +782,12 @@ def test_a_conversation_goes_on_where_there_is_room_for_two_states():
         hits += asked(tree, lm, [text], look=False)
         assert tree.stats().bytes["host"] <= 2 * one
     assert hits == [0, 32, 64, 96, 128, 160]
-    # The same text again, which ends where a chunk does.
+    # The same prompt again, which ends at the end of a chunk.
     assert asked(tree, lm, [text], look=False) == [176]
 
 
 def test_a_state_is_taken_once():
-    """Also of a row that has ended, beside one that goes on."""
+    """Also for a row whose prompt is complete while another row continues."""
     lm, rng = bare(), np.random.default_rng(9)
     tree, states = tree_of(lm, POLICIES["int8"], pages=40, checkpoint_every=100), []
     lease = tree.lend(lm, [rng.integers(0, 9, n).tolist() for n in (32, 150)], new=2)
@@ -827,7 +827,7 @@ def test_texts_of_weights_that_are_gone_are_forgotten():
     ],
 )
 def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
-    """As a request begins, on its way, and as it ends."""
+    """Interrupts at the start of a request, during it, and at its end."""
     lm, prompt = small(), np.random.default_rng(5).integers(0, 61, 45).tolist()
     tree = tree_of(lm, POLICIES["int8"])
 
@@ -849,7 +849,7 @@ def test_what_is_interrupted_leaves_every_page_in_its_place(where, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["full", "small"])
 def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, monkeypatch):
-    """One that is full, and one for states but for no page, which goes with what stands behind."""
+    """A full disk, and a limit that fits checkpoints but no page."""
     lm = small()
     room = (
         {}
@@ -876,7 +876,7 @@ def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, mon
     "way", ["generate", "batches", pytest.param("beams", marks=pytest.mark.rare)]
 )
 def test_threads_share_a_tree(way):
-    """Each request gets what it gets alone, hits are found, and every page comes back."""
+    """Each request gets the same result as alone, there are hits, and every page is returned."""
     lm, rng = small(), np.random.default_rng(9)
     tree = tree_of(lm, POLICIES["int8"], host_memory="1MB")
     base = rng.integers(0, 61, 40).tolist()
@@ -903,7 +903,7 @@ def test_threads_share_a_tree(way):
 
 @pytest.mark.slow
 def test_of_threads_that_stream_from_a_tree_one_has_its_pages():
-    """The others are told so, and what to use; a stream itself may go on in any thread."""
+    """Other threads get an error that names ``Engine``. A stream may be continued in any thread."""
     lm, tree, running = streaming("int8")
     for call in (
         lambda _: kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2),

@@ -1,4 +1,4 @@
-"""Rollouts: one program, from parameters that change at every step."""
+"""Rollouts: one program, whose parameters change in every step."""
 
 import dataclasses
 import re
@@ -76,7 +76,7 @@ def test_rows_are_those_of_generate(lm, policy):
 
 
 def trainer(architecture, params, found, temperature=1.0):
-    """Log-probabilities of the new tokens as a training pass computes them, beside the tokens."""
+    """Log-probabilities of the new tokens as a training step computes them, aligned with tokens."""
     logits = architecture.apply(params, found.tokens)[:, :-1].astype(jnp.float32) / temperature
     known = jax.nn.log_softmax(logits)
     each = jnp.take_along_axis(known, found.tokens[:, 1:, None], axis=2)[..., 0]
@@ -89,7 +89,7 @@ def trainer(architecture, params, found, temperature=1.0):
     [("float32", 1e-4), pytest.param("bfloat16", 0.1, marks=pytest.mark.rare)],
 )
 def test_drawn_log_probabilities_are_the_trainers(dtype, tolerance):
-    """The mismatch that other stacks are known for, as a law: within what the dtype rounds."""
+    """Sampler and trainer agree up to rounding; in other stacks they often don't."""
     model, params = tiny_model(dtype=dtype)
     lm = dataclasses.replace(small(), config=model.config, params=params, architecture=model)
     found = kvjax.rollout(lm, params, PROMPTS, n=4, max_new_tokens=24, temperature=0.8)
@@ -128,7 +128,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
         texts.append(lists(found))
         params, state = train(params, state, found)
     assert meter.compilations == 0 and len(alive()) <= held
-    assert rollout_program._rollout._cache_size() - before == 1  # though the first had no buffer
+    assert rollout_program._rollout._cache_size() - before == 1  # although the first had no buffer
     assert len({str(each) for each in texts}) == 10
     program = lowered(lm, buffer)
     memory = program.memory_analysis()
@@ -141,7 +141,7 @@ def test_ten_steps_of_an_optimizer_compile_once_and_copy_no_parameters(lm):
     "first", ["weak", pytest.param("split", marks=pytest.mark.rare)]
 )  # fmt: skip
 def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, first):
-    """Weakly typed ones, where a policy commits what a trainer gets; those of ``nnx.split``."""
+    """Weakly typed parameters with policies that commit results; parameters of ``nnx.split``."""
     from tests.test_adapters import model
 
     given, cache = (lm, POLICIES["host"]) if first == "weak" else (model("nnx_model"), "static")
@@ -166,7 +166,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
 
 
 def lowered(lm, buffer):
-    """The program of a rollout with a buffer, compiled."""
+    """The compiled program of a rollout with a buffer."""
     found = {}
 
     def keep(*given):
@@ -185,7 +185,7 @@ def lowered(lm, buffer):
 
 @pytest.mark.slow
 def test_eight_samples_of_a_long_prompt_share_its_prefill():
-    """Operations that the compiler counts: of eight, hardly more than of one."""
+    """By the compiler's operation count, eight samples need hardly more than one."""
     lm, prompt = small(), (np.ones((1, 1024), np.int32), np.array([1024]))
 
     def operations(n):
@@ -218,7 +218,7 @@ def test_on_a_mesh(lm, n):
     assert len(found.cache.layers[0].keys.sharding.device_set) == 4
     wanted = kvjax.rollout(lm, lm.params, PROMPTS, **given)
     np.testing.assert_array_equal(found.new_tokens, wanted.new_tokens)
-    # A trainer's parameters are elsewhere and wider.
+    # A trainer's parameters are on other devices, and in a wider dtype.
     other = jax.tree.map(lambda x: x.astype(jnp.float16).astype(jnp.float32), lm.params)
     moved = kvjax.rollout(spread, other, PROMPTS, put=True, **given)
     alone = kvjax.rollout(lm, other, PROMPTS, **given)
@@ -245,7 +245,7 @@ def test_a_trainers_dtype(lm):
 @pytest.mark.rare
 @pytest.mark.parametrize("real", [10, 15])
 def test_pages_are_enough_for_prompts_of_any_length(lm, real):
-    """A prompt that ends inside a page shares less of it than one that fills it."""
+    """A prompt that ends inside a page shares fewer pages."""
     tokens = np.zeros((1, 16), np.int32)
     tokens[0, :real] = np.arange(1, real + 1)
     given = {"n": 4, "max_new_tokens": 16, "seed": 2}
@@ -293,13 +293,13 @@ def test_texts_up_to_the_models_positions():
     lm = model("nnx_model")
     prompt = np.random.default_rng(0).integers(1, 97, 200).tolist()
     found = kvjax.rollout(lm, lm.params, [prompt], max_new_tokens=20)
-    assert lm.config.position_limit == 256  # the last token of a text needs no position
+    assert lm.config.position_limit == 256  # the last token needs no position
     assert found.tokens.shape == (1, 257) and found.check().lengths.tolist() == [20]
 
 
 @pytest.mark.rare
 def test_a_model_that_is_made_anew_compiles_nothing():
-    """As NNX modules are after an update of their state; parameters elsewhere are fetched."""
+    """As NNX modules are after a state update. Parameters on other devices are moved."""
     from tests.test_adapters import example
 
     before = None

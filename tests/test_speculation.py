@@ -1,4 +1,4 @@
-"""Drafts: the text is what it is without them, whatever they say."""
+"""Speculative decoding: with any drafts, results equal those without drafts."""
 
 import functools
 from dataclasses import replace
@@ -25,7 +25,7 @@ NEW = 40
 
 @functools.cache
 def prompts():
-    """Four rows, of which one repeats itself, of different lengths."""
+    """Four rows of different lengths, one of them repetitive."""
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 61, count).tolist() for count in (11, 23, 5)]
     return [[7, 3, 9, 1] * 5, *rows]
@@ -33,7 +33,7 @@ def prompts():
 
 @functools.cache
 def unlike(scale):
-    """The model with its weights changed a little, or much."""
+    """The model with slightly or strongly changed weights."""
     lm = small()
     rng = np.random.default_rng(1)
     noise = lambda x: x + scale * np.std(x) * rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
@@ -41,7 +41,7 @@ def unlike(scale):
 
 
 def drafts(length):
-    """A good one, a bad one, and what the text itself says."""
+    """A good draft model, a bad one, and prompt lookup."""
     return {
         "good": kvjax.DraftModel(unlike(0.05), length, adaptive=False),
         "bad": kvjax.DraftModel(unlike(3.0), length, adaptive=False),
@@ -50,8 +50,7 @@ def drafts(length):
 
 
 def near_ties(lm, texts, found, wanted, drawn):
-    """How many rows differ from where two tokens are as likely, but for float noise; none may
-    differ elsewhere."""
+    """The number of rows that differ from a tie of two tokens on. Other differences are errors."""
     count = 0
     for row, (own, other) in enumerate(zip(found, wanted, strict=True)):
         if own == other:
@@ -95,7 +94,7 @@ def test_the_text_is_what_it_is_without_them(cell, kind):
 
 @pytest.mark.slow
 def test_rows_go_on_alone():
-    """Other rows, other dispatches, streams and samples change no text; what is counted adds up."""
+    """Other rows, dispatches, streams and samples change no result, and statistics add up."""
     lm, policy = small(), kvjax.CachePolicy(Dense(), block=8)
     given = {
         "max_new_tokens": NEW, "cache": policy, "max_len": 128, "prefill_chunk": 8,
@@ -127,7 +126,7 @@ def greedy():
 
 
 def looked_up(text, length):
-    """What followed on the longest of the last four tokens, where it was met last."""
+    """What followed the last earlier occurrence of the row's last tokens, at most four."""
     for count in (4, 3, 2, 1):
         for end in range(len(text) - 1, count - 1, -1):
             if count < len(text) and text[end - count : end] == text[-count:]:
@@ -139,7 +138,7 @@ def looked_up(text, length):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_as_many_are_accepted_as_are_right(kind):
-    """Counted beside a draft without a cache, and a search in plain Python."""
+    """Compared with a draft model without a cache, and a search in plain Python."""
     lm, length, prompt = small(), 3, prompts()[0]
     other = unlike(0.3)
     draft = (
@@ -173,12 +172,12 @@ def test_drafts_rest_where_they_are_worth_nothing():
     found = kvjax.generate(lm, [[7, 3, 9]], draft=kvjax.DraftModel(unlike(3.0), 5), **given)
     wanted = kvjax.generate(lm, [[7, 3, 9]], **given)
     assert found.tokens == wanted.tokens
-    # A draft of the model's own size can save nothing.
+    # A draft model of the target's size can't save anything.
     assert found.stats.speculation.proposed == 0 and found.stats.speculation.passes == 89
 
 
 def test_a_round_is_priced():
-    """What was accepted says how many are drafted next, and whether."""
+    """Acceptance decides how many tokens are drafted next, if any."""
     price, rows = draft_cost("cpu", 1, 7, 0.02), jnp.asarray([True])
     full = jnp.asarray([7])
     start = jax.tree.map(jnp.asarray, Acceptance.new(1))
@@ -193,7 +192,7 @@ def test_a_round_is_priced():
             bad, rested = bad.without_draft(), rested + 1
     assert good.draft_lengths(full, price, rows)[0] == 7 and rested >= 1
     assert int(bad.cooldown) + rested == 16 and int(bad.next_cooldown) == 32
-    # Where none can be found, nothing is drafted; a dear draft is asked for less.
+    # Without a match nothing is drafted. Expensive drafts are shorter.
     assert good.draft_lengths(jnp.asarray([0]), price, rows)[0] == 0
     assert good.draft_lengths(full, replace(price, token=0.4), rows)[0] < 7
 
@@ -253,7 +252,7 @@ def test_first_layers():
     ],
 )
 def test_the_loop_copies_no_cache(kind, bits, long):
-    """As compiled here; for a TPU and a GPU see ``test_devices.py``."""
+    """As compiled here. For TPUs and GPUs see ``test_devices.py``."""
     lm, policy = small(), kvjax.policy("static" if bits == "static" else "quantized")
     given = {"max_len": long, "draft": drafts(5)[kind], "temperature": 1.0}
     made = kvjax.compile(lm, policy, batch=2, **given)

@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
 
 from kvjax.generation.results import GenerationResult, Piece
 from kvjax.generation.streaming import Stream
@@ -52,7 +51,7 @@ class Answer(Iterator[Piece]):
     anything else.
     """
 
-    def __init__(self, stream: Stream, on_end: OnEnd, lock: AbstractContextManager[Any]) -> None:
+    def __init__(self, stream: Stream, on_end: OnEnd, lock: AbstractContextManager[bool]) -> None:
         self.text = ""
         self.tokens: list[int] = []
         self._stream, self._on_end, self._lock = stream, on_end, lock

@@ -4,6 +4,7 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -125,7 +126,7 @@ class Conversation:
     lost: Sequence[int] = ()
     answer: Answer | None = None
     prompt: ChatPrompt | None = None
-    lock: Any = field(default_factory=threading.RLock)
+    lock: AbstractContextManager[bool] = field(default_factory=threading.RLock)
 
     @property
     def num_tokens(self) -> int:

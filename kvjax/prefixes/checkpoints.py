@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
@@ -44,9 +45,9 @@ class PendingCheckpoints:
 
     which: np.ndarray
     tokens: np.ndarray
-    tables: list[Any]
-    rows: Any
-    parts: list[Any]
+    tables: list[Array | None]
+    rows: PyTree
+    parts: list[PyTree]
 
     def fetched(self) -> list[tuple[int, Checkpoint]]:
         """Wait for the copies; the rows, and their checkpoints."""
@@ -59,13 +60,13 @@ class PendingCheckpoints:
         return checkpoints
 
 
-def row_arrays(layer: LayerCache) -> Any:
+def row_arrays(layer: LayerCache) -> PyTree:
     """The arrays of a layer that have a batch axis: all but pages."""
     body = None if layer.policy.page_group else (layer.keys, layer.values)
     return body, layer.tail, layer.low
 
 
-def with_row_arrays(layer: LayerCache, arrays: Any) -> LayerCache:
+def with_row_arrays(layer: LayerCache, arrays: PyTree) -> LayerCache:
     """A layer with other ``row_arrays``, moved to where its placement keeps them."""
     body, tail, low = arrays
     placement = layer.policy.placement
@@ -105,7 +106,7 @@ def take_checkpoints(
 def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups: Any) -> Any:
     pools: list[PageAllocator] = []
     tables: list[Array | None] = []
-    parts: list[Any] = []
+    parts: list[PyTree] = []
     for pool, columns, group in zip(cache.pools, partial_columns, groups, strict=True):
         layers, windowed, has_split = group
         table = jnp.where(which[:, None], pool.table, -1)

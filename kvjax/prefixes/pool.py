@@ -3,20 +3,25 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.layer import Body, LayerCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator, PageGroup
+from kvjax.placement.device import Device
 from kvjax.placement.pages import gather_pages, scatter_pages
 
 PageArrays = list[np.ndarray]
 """The content of one page on the host: its part of every array of every layer of a group."""
+Formats = tuple[tuple[Any, Device], ...]
+"""For each layer the storage orders of its arrays, and its placement."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,7 @@ class HostAllocator:
         left = np.array([len(self.free)], np.int32)
         return PageAllocator(table, self.refs.copy(), stack, left)  # type: ignore[arg-type]
 
-    def update_from(self, allocator: Any) -> None:
+    def update_from(self, allocator: PageAllocator) -> None:
         """Take over the counts that such a cache ended with, as NumPy arrays."""
         self.refs = np.array(allocator.refs)
         self.free = np.asarray(allocator.stack)[: int(allocator.left[0])].tolist()
@@ -183,7 +188,7 @@ class PagePool:
             for layer, body in zip(self.groups[group].layers, written, strict=True):
                 self.bodies[layer] = body
 
-    def _bodies_of(self, group: int) -> tuple[tuple[Any, ...], list[Body | None]]:
+    def _bodies_of(self, group: int) -> tuple[Formats, list[Body | None]]:
         layers = self.groups[group].layers
         return tuple(self._formats[n] for n in layers), [self.bodies[n] for n in layers]
 
@@ -192,7 +197,7 @@ _BATCH = 16
 """Pages copied at once. The device needs a temporary buffer of this many pages."""
 
 
-def _batches(items: Sequence[Any]) -> list[Sequence[Any]]:
+def _batches(items: Sequence[_T]) -> list[Sequence[_T]]:
     return [items[n : n + _BATCH] for n in range(0, len(items), _BATCH)]
 
 
@@ -204,7 +209,7 @@ def _padded(pages: Sequence[int]) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnames="formats")
-def _read(bodies: Any, pages: Array, *, formats: Any) -> Any:
+def _read(bodies: PyTree, pages: Array, *, formats: Formats) -> list[PyTree]:
     return [
         gather_pages(body, orders, placement, pages)
         for body, (orders, placement) in zip(bodies, formats, strict=True)
@@ -212,7 +217,7 @@ def _read(bodies: Any, pages: Array, *, formats: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="formats", donate_argnames="bodies")
-def _write(bodies: Any, pages: Array, contents: Any, formats: Any) -> Any:
+def _write(bodies: PyTree, pages: Array, contents: PyTree, formats: Formats) -> list[PyTree]:
     return [
         scatter_pages(body, orders, placement, pages, new)
         for body, new, (orders, placement) in zip(bodies, contents, formats, strict=True)

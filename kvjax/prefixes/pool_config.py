@@ -15,7 +15,7 @@ from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
 from kvjax.layouts import paged
 from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
-from kvjax.policies.model_config import decoder_config, position_limit, scanned
+from kvjax.policies.model_config import CacheShape, decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.prefixes.checkpoints import checkpoint_bytes, row_arrays
 from kvjax.prefixes.pool import CacheGroup
@@ -32,7 +32,7 @@ class PoolConfig:
       ValueError: if a layer keeps whole sequences outside of pages, or rows are split over devices.
     """
 
-    model_config: Any
+    model_config: CacheShape
     mesh: Mesh | None
     policies: tuple[CachePolicy, ...]
     max_len: int
@@ -182,7 +182,7 @@ def in_bytes(name: str, size: int | str) -> int:
     return parse_bytes(size) if isinstance(size, str) else as_int(name, size, 0)
 
 
-def _paged_policies(choice: PolicyChoice, config: Any) -> tuple[CachePolicy, ...]:
+def _paged_policies(choice: PolicyChoice, config: CacheShape) -> tuple[CachePolicy, ...]:
     """The policy of each layer.
 
     Raises:

@@ -136,7 +136,7 @@ def _name(saved: Any) -> Any:
     return name
 
 
-def _formats(sequences: CachedSequences) -> list[Any]:
+def _formats(sequences: CachedSequences) -> list[object]:
     """How pages and rows are stored: the platform, dtypes and shapes."""
     leaves: list[Array] = jax.tree.leaves(sequences.pool_config.cache_shapes(1).layers)
     return [current_platform(), [[x.dtype.name, list(x.shape[1:])] for x in leaves]]

@@ -8,11 +8,13 @@ from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
 from kvjax.core.errors import CheckpointError
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.operations.saving import fingerprint
+from kvjax.policies.model_config import CacheShape
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.lease import Lease, LeaseLock
 from kvjax.prefixes.pool_config import in_bytes, make_pool_config
@@ -56,7 +58,7 @@ class WeightVersions:
     def __init__(self) -> None:
         self._arrays: dict[Hashable, list[weakref.ref[Any]]] = {}
 
-    def check(self, weights: Hashable, params: Any) -> None:
+    def check(self, weights: Hashable, params: PyTree) -> None:
         """Record a version's parameters, or compare them with those recorded.
 
         Raises:
@@ -89,9 +91,9 @@ class ModelLike(Protocol):
     """What a tree needs of a model."""
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> CacheShape: ...
     @property
-    def params(self) -> Any: ...
+    def params(self) -> PyTree: ...
     @property
     def mesh(self) -> Mesh | None: ...
 

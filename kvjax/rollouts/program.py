@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import validated
 from kvjax.cache.creation import allocate
@@ -30,7 +31,7 @@ from kvjax.generation.inputs import (
     tokenize_prompts,
 )
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
-from kvjax.generation.model import Model, check_model
+from kvjax.generation.model import Model, ModelConfig, check_model
 from kvjax.generation.options import explicit_signature
 from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MAX_PAGE_SIZE
@@ -70,7 +71,7 @@ class RolloutSettings(SamplingKeywords, total=False):
 @automatic_axes
 def rollout(
     lm: LanguageModel,
-    params: Any,
+    params: PyTree,
     prompts: Prompts | tuple[Tokens, PerRow],
     *,
     n: int = 1,
@@ -78,7 +79,7 @@ def rollout(
     seed: int | Array = 0,
     cache: PolicyChoice = "static",
     buffer: KVCache | None = None,
-    put: bool | Callable[[Any], Any] = False,
+    put: bool | Callable[[PyTree], PyTree] = False,
     **settings: Unpack[RolloutSettings],
 ) -> Rollout:
     """Sample ``n`` continuations of each prompt, for a training loop.
@@ -179,7 +180,7 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
 
 
 def sampling_of(
-    lm: LanguageModel, rows: int, new: int, seed: Any, settings: RolloutSettings
+    lm: LanguageModel, rows: int, new: int, seed: int | Array, settings: RolloutSettings
 ) -> tuple[Filters, SamplingArrays]:
     """The static and the traced part of the sampling settings; the seed may be traced."""
     keywords: dict[str, Any] = {"temperature": 1.0, **settings}
@@ -205,8 +206,8 @@ def sampling_of(
 class _CacheSpec:
     """How to make a cache. Equal for models that differ only in what a cache does not depend on."""
 
-    config: Any
-    policy: Any
+    config: ModelConfig
+    policy: PolicyChoice
     batch: int
     capacity: int
     mesh: Mesh | None
@@ -271,7 +272,7 @@ def _rollout(
     spec: _CacheSpec,
     n: int,
     new: int,
-    params: Any,
+    params: PyTree,
     tokens: Tokens,
     lengths: PerRow,
     sampling: SamplingArrays,

@@ -2,12 +2,13 @@
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree, UInt
 
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, PerRow
@@ -34,6 +35,9 @@ from kvjax.sampling.scores import Scores
 Columns = tuple[Array, Array, Scores | None]
 """The choices of some steps, [rows, steps] each: tokens, the beams of the prompt that they were
 chosen for, and their scores."""
+Rows = Array | np.ndarray
+_T = TypeVar("_T")
+_Carry = tuple[Array, Context, SearchState, TokenHistory | None, Columns]
 
 
 @functools.partial(
@@ -51,7 +55,7 @@ def begin(
     start: PerRow,
     scores: int | None,
     spread: MeshSharding | None,
-    allowed: Any = None,
+    allowed: UInt[Array, "batch words"] | None = None,
 ) -> tuple[SearchState, TokenHistory | None, Columns]:
     """Choose the first tokens, from the logits after the prompts, with one row for each beam.
 
@@ -75,7 +79,7 @@ def search(
     model: Model,
     filters: Filters,
     beams: BeamConfig,
-    params: Any,
+    params: PyTree,
     context: Context,
     before: SearchState,
     past: TokenHistory | None,
@@ -92,11 +96,11 @@ def search(
     zeros = jnp.zeros(shape, jnp.int32)
     columns: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
 
-    def unfinished(carry: Any) -> Array:
+    def unfinished(carry: _Carry) -> Array:
         step, _, state, *_ = carry
         return (step < steps) & ~jnp.all(state.done) & ~jnp.any(state.broken)
 
-    def run_step(carry: Any) -> Any:
+    def run_step(carry: _Carry) -> _Carry:
         step, context, state, past, columns = carry
         context, logits = _feed(model, params, context, state)
         context, state, past, new = _step(
@@ -116,7 +120,9 @@ def search(
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
-def feed(model: Model, params: Any, context: Context, state: SearchState) -> tuple[Context, Logits]:
+def feed(
+    model: Model, params: PyTree, context: Context, state: SearchState
+) -> tuple[Context, Logits]:
     """Feed the newest token of each running beam to the model; the logits after it."""
     return _feed(model, params, context, state)
 
@@ -134,7 +140,7 @@ def choose(
     settings: SamplingArrays,
     params: SearchParams,
     limit: Array,
-    allowed: Any,
+    allowed: UInt[Array, "batch words"] | None,
     scores: int | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """Choose the next tokens among those allowed, and move rows. ``feed`` and this program are one
@@ -148,7 +154,7 @@ def choose(
 
 
 def _feed(
-    model: Model, params: Any, context: Context, state: SearchState
+    model: Model, params: PyTree, context: Context, state: SearchState
 ) -> tuple[Context, Logits]:
     group_size = state.token.shape[1] // state.done.shape[1]
     done = jnp.repeat(state.done, group_size, axis=1)
@@ -168,7 +174,7 @@ def _step(
     params: SearchParams,
     limit: Array,
     scores: int | None,
-    allowed: Any = None,
+    allowed: UInt[Array, "batch words"] | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """Choose tokens and move rows. Columns have the shape [rows]."""
     after, past, choice = _choose(
@@ -188,7 +194,7 @@ def _choose(
     params: SearchParams,
     limit: Array,
     scores: int | None,
-    allowed: Any,
+    allowed: UInt[Array, "batch words"] | None,
 ) -> tuple[SearchState, TokenHistory | None, BeamChoice]:
     """Choose the next token of each beam, and update the token histories."""
     batch = len(before.token)
@@ -227,7 +233,7 @@ def _gather_beams(x: Array, parent: Array) -> Array:
     return jnp.take_along_axis(by_beam, index, axis=1, mode="clip").reshape(x.shape)
 
 
-def _flatten_beams(tree: Any) -> Any:
+def _flatten_beams(tree: _T) -> _T:
     """Arrays [batch, beams, ...] as [batch * beams, ...]."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
@@ -240,7 +246,7 @@ def _move_rows(context: Context, state: SearchState, parent: Array) -> Context:
     return Cached(branch_rows(context.cache, rows.ravel(), state.start.ravel()))
 
 
-def _constrain(tree: Any, spread: MeshSharding | None) -> Any:
+def _constrain(tree: _T, spread: MeshSharding | None) -> _T:
     """On a mesh, shard every array by rows, so that the next call does not compile again."""
     if spread is None:
         return tree
@@ -272,7 +278,7 @@ def rows_to_keep(
     )
 
 
-def keep_rows(cache: KVCache, rows: Any, rewound: Any) -> KVCache:
+def keep_rows(cache: KVCache, rows: Rows, rewound: Rows) -> KVCache:
     """Select rows of a cache, int32[n], and rewind ``rewound`` tokens from them. Page pools are not
     copied. The cache given is donated."""
     shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
@@ -281,7 +287,7 @@ def keep_rows(cache: KVCache, rows: Any, rewound: Any) -> KVCache:
 
 
 @functools.partial(jax.jit, donate_argnames="shared")
-def _keep_rows(shared: Any, cache: KVCache, rows: Array, rewound: Array) -> KVCache:
+def _keep_rows(shared: PyTree, cache: KVCache, rows: Array, rewound: Array) -> KVCache:
     layers = [
         layer if body is None else replace(layer, keys=body[0], values=body[1])
         for layer, body in zip(cache.layers, shared, strict=True)

@@ -1,11 +1,13 @@
 """The sequences of a beam search, reconstructed on the host, and the cache rows that hold them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.generation.beams.config import BeamConfig
+from kvjax.generation.beams.step import Hypotheses
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 
@@ -14,12 +16,12 @@ class History:
 
     def __init__(self, beams: int) -> None:
         self._beams = beams
-        self._steps: list[tuple[Any, ...]] = []
+        self._steps: list[tuple[np.ndarray, np.ndarray, Scores | None]] = []
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, columns: Any, steps: int) -> None:
+    def add(self, columns: PyTree, steps: int) -> None:
         """Add the first ``steps`` steps of ``programs.Columns``, on the host."""
         for step in range(steps):
             self._steps.append(jax.tree.map(lambda x, at=step: self._by_beam(x[:, at]), columns))
@@ -90,7 +92,9 @@ class BestSequences(NamedTuple):
     before: np.ndarray
 
 
-def best_sequences(history: History, finished: Any, n: int, scores: int | None) -> BestSequences:
+def best_sequences(
+    history: History, finished: Hypotheses, n: int, scores: int | None
+) -> BestSequences:
     """The ``n`` best finished sequences of all groups.
 
     Args:

@@ -148,12 +148,16 @@ def advance(
     return replace(after, broken=before.broken | broken), choice
 
 
+_Reported = tuple[Array, ...] | None
+"""The model's log-probabilities, and the likeliest ones with their ids if these are reported."""
+
+
 def _advance_group(
     logprobs: Array,
     token: Array,
     score: Array,
     finished: Hypotheses,
-    reported: Any,
+    reported: _Reported,
     count: Array,
     done: Array,
     eos: Array,
@@ -161,7 +165,7 @@ def _advance_group(
     params: SearchParams,
     limit: Array,
     first: int,
-) -> Any:
+) -> tuple[Array, Array, Hypotheses, BeamChoice, Array, Array]:
     """``advance`` for one group of one prompt, whose beams are numbered from ``first`` on. Returns
     token and score of each beam, finished sequences, the choice, count, and whether it is done."""
     size, length = len(score), count + 1
@@ -205,7 +209,7 @@ def _advance_group(
     )
 
 
-def _token_scores(reported: Any, beam: Array, token: Array) -> Scores | None:
+def _token_scores(reported: _Reported, beam: Array, token: Array) -> Scores | None:
     """The scores of tokens of beams, int32[n] each."""
     if reported is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.cache.state import KVCache
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
@@ -20,6 +21,7 @@ from kvjax.generation.beams.results import (
     source_beams,
 )
 from kvjax.generation.beams.session import SearchOutput, final_guides, search_of
+from kvjax.generation.beams.step import SearchState
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import MAX_STEPS
@@ -64,7 +66,7 @@ class BeamStream(PieceIterator):
         ]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
-        self._state: Any = None
+        self._state: SearchState  # set by ``_collect``
         self._prefill_timer, self._decode_timer = Timer(), Timer()
         super().__init__(self._session, cache_given=request.cache is not None)
 
@@ -159,7 +161,7 @@ class BeamStream(PieceIterator):
             result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
-    def _result_cache(self, best: BestSequences) -> tuple[Any, list[list[int]]]:
+    def _result_cache(self, best: BestSequences) -> tuple[KVCache | None, list[list[int]]]:
         """A cache with one row for each sequence returned, and the tokens that each row lacks. A
         row comes from the running beam that shares most with the sequence, rewound to that."""
         request, session = self._request, self._session
@@ -170,9 +172,8 @@ class BeamStream(PieceIterator):
             rows = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
             session.close([prompt + ids[ids >= 0].tolist() for prompt, ids in rows])
             return None, unfed
-        cache: Any = session.cache
         rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
-        if cache is None or not self._search.keep(*rows_to_keep(rows, rewound, request)):
+        if session.cache is None or not self._search.keep(*rows_to_keep(rows, rewound, request)):
             return None, unfed
         return session.cache, unfed
 

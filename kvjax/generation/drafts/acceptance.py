@@ -82,12 +82,17 @@ class Acceptance:
     @classmethod
     def new(cls, batch: int) -> "Acceptance":
         """For new rows, as NumPy arrays."""
-        zeros: Any = np.zeros(batch, np.int32)
-        verified: Any = np.full(batch, _PRIOR_WEIGHT, np.float32)
-        accepted: Any = verified * np.float32(_PRIOR_RATE)
-        zero: Any = np.int32(0)
-        next_cooldown: Any = np.int32(_COOLDOWN)
-        return cls(accepted, verified, zero, next_cooldown, zeros, zeros, zero)
+        verified, zeros = np.full(batch, _PRIOR_WEIGHT, np.float32), np.zeros(batch, np.int32)
+        fields: Any = {
+            "recent_accepted": verified * np.float32(_PRIOR_RATE),
+            "recent_verified": verified,
+            "cooldown": np.int32(0),
+            "next_cooldown": np.int32(_COOLDOWN),
+            "proposed": zeros,
+            "accepted": zeros,
+            "passes": np.int32(0),
+        }
+        return cls(**fields)
 
     def draft_lengths(self, available: PerRow, cost: DraftCost | None, active: RowMask) -> PerRow:
         """How many tokens to draft for each row, at most ``available``. It is 0 for all rows if

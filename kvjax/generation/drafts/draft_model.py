@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from kvjax.core.validation import as_int, normalize_bool_field, normalize_int_field
 from kvjax.generation.encoder import refuse_encoder
@@ -126,7 +127,7 @@ def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
         raise ValueError(f"the draft {draft.source} is on other devices than the target model")
 
 
-def _devices(params: Any) -> set[Any]:
+def _devices(params: PyTree) -> set[Any]:
     """The devices of those parameters that are arrays."""
     leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     return {device for x in leaves for device in x.devices()}

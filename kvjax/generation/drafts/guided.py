@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
-from jaxtyping import Int
+from jaxtyping import Int, PyTree, UInt
 
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
@@ -21,7 +21,7 @@ from kvjax.generation.context import Cached
 from kvjax.generation.drafts import speculative
 from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
 from kvjax.generation.drafts.propose import DraftTokens, Proposer
-from kvjax.generation.drafts.speculative import DraftLogits, SpeculativeDecoder
+from kvjax.generation.drafts.speculative import Chosen, DraftLogits, SpeculativeDecoder
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
@@ -92,7 +92,11 @@ class DraftedGuidedSession(GuidedSession):
         }
 
     def _propose_args(
-        self, proposer: Proposer, drafts: SpeculativeDecoder, steps: Any, halt: Any
+        self,
+        proposer: Proposer,
+        drafts: SpeculativeDecoder,
+        steps: np.int32 | Array,
+        halt: np.ndarray | Array,
     ) -> tuple[Any, ...]:
         return (
             proposer,
@@ -114,7 +118,7 @@ class DraftedGuidedSession(GuidedSession):
         drafts: SpeculativeDecoder,
         logits: DraftLogits,
         draft: DraftTokens,
-        halt: Any,
+        halt: np.ndarray | Array,
         allowed: np.ndarray,
     ) -> tuple[Any, ...]:
         request = self._request
@@ -149,7 +153,7 @@ def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
 )
 def propose(
     proposer: Proposer,
-    draft_params: Any,
+    draft_params: PyTree,
     draft_context: Any,
     acceptance: Acceptance,
     filters: Filters,
@@ -158,7 +162,7 @@ def propose(
     halt: RowMask,
     settings: SamplingArrays,
     limit: Array,
-    steps: Any,
+    steps: Array,
 ) -> tuple[DraftTokens, Any]:
     """Draft tokens for the rows that continue, so that no row takes more than ``steps`` tokens;
     also returns the draft context."""
@@ -176,7 +180,7 @@ def propose(
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
 def feed(
     model: Model,
-    params: Any,
+    params: PyTree,
     context: Cached,
     progress: Progress,
     draft: DraftTokens,
@@ -207,7 +211,7 @@ def verify(
     progress: Progress,
     past: TokenHistory,
     halt: RowMask,
-    allowed: Any,
+    allowed: UInt[Array, "batch places words"],
     scores: int | None,
 ) -> tuple[Any, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
     """Verify the drafts of the rows that continue, and rewind rejected tokens.
@@ -216,7 +220,9 @@ def verify(
     and the acceptance statistics, then progress, history, tokens and scores.
     """
 
-    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: Any = None) -> Any:
+    def choose(
+        progress: Progress, past: TokenHistory, logits: Logits, allowed: Array | None = None
+    ) -> Chosen:
         return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
         )

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Int
+from jaxtyping import Int, PyTree
 
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, Tokens
@@ -22,6 +21,7 @@ Choose = Callable[[Progress, TokenHistory, Logits, PerRow], tuple[Progress, Toke
 random numbers. A row is done after ``limit`` new tokens, int32[batch]."""
 DraftTokens = tuple[Int[Array, "batch length"], PerRow]
 """Draft tokens, and the number of them in each row."""
+_Carry = tuple[Array, Cached, Progress, TokenHistory, Array]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class DraftModelProposer:
 
     def propose(
         self,
-        params: Any,
+        params: PyTree,
         context: Cached,
         progress: Progress,
         past: TokenHistory,
@@ -113,11 +113,11 @@ class DraftModelProposer:
         progress, past = choose(progress, past, logits, limit)
         tokens = jnp.zeros((batch, self.length), jnp.int32).at[:, 0].set(progress.token)
 
-        def unfinished(carry: Any) -> Array:
+        def unfinished(carry: _Carry) -> Array:
             step, _, progress, *_ = carry
             return (step < self.length) & ~jnp.all(progress.done)
 
-        def draft_one(carry: Any) -> Any:
+        def draft_one(carry: _Carry) -> _Carry:
             step, context, progress, past, tokens = carry
             active = (~progress.done).astype(jnp.int32)
             logits, context = self._forward(params, context, progress.token[:, None], active)
@@ -134,7 +134,7 @@ class DraftModelProposer:
         return context.rewind(jnp.maximum(context.cache.length - lengths, 0))
 
     def _catch_up(
-        self, params: Any, context: Cached, past: TokenHistory, lengths: PerRow
+        self, params: PyTree, context: Cached, past: TokenHistory, lengths: PerRow
     ) -> tuple[Logits, Cached]:
         """Process the tokens that the draft model's cache lacks, for rows that need a draft;
         the logits after them."""
@@ -157,7 +157,7 @@ class DraftModelProposer:
         return lax.while_loop(lambda carry: jnp.any(missing(carry[1]) > 0), process, carry)
 
     def _forward(
-        self, params: Any, context: Cached, tokens: Tokens, counts: PerRow
+        self, params: PyTree, context: Cached, tokens: Tokens, counts: PerRow
     ) -> tuple[Logits, Cached]:
         """A pass of the draft model; its logits, padded or cut to the target's vocabulary."""
         tokens = jnp.minimum(tokens, self.draft_vocab - 1)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.stages import Lowered
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Float, Int, PyTree, UInt
 
 from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import nbytes
@@ -49,10 +49,12 @@ from kvjax.sampling.scores import Scores
 
 DraftLogits = Float[Array, "batch places vocab"]
 """The target model's logits after each row's newest token, and after each of its draft tokens."""
-Choose = Callable[..., tuple[Progress, TokenHistory, Scores | None]]
+Chosen = tuple[Progress, TokenHistory, Scores | None]
+Choose = Callable[..., Chosen]
 """``(progress, past, logits, allowed=)``, as ``programs.choose_and_score``."""
 Output = tuple[Array, Scores | None]
 """New tokens and their scores, [batch, steps] each."""
+_VerifyCarry = tuple[Array, Progress, TokenHistory, RowMask, Output]
 
 
 def verify(
@@ -76,11 +78,11 @@ def verify(
     """
     tokens, lengths = draft
 
-    def unfinished(carry: Any) -> Array:
+    def unfinished(carry: _VerifyCarry) -> Array:
         place, _, _, accepting, _ = carry
         return (place <= tokens.shape[1]) & jnp.any(accepting)
 
-    def verify_one(carry: Any) -> Any:
+    def verify_one(carry: _VerifyCarry) -> _VerifyCarry:
         place, progress, past, accepting, output = carry
         place_logits = lax.dynamic_index_in_dim(logits, place, axis=1, keepdims=False)
         mask = None
@@ -103,7 +105,7 @@ def verify(
     return after, past, output
 
 
-def record(output: Output, new: Any, before: Progress, after: Progress, begin: PerRow) -> Output:
+def record(output: Output, new: Output, before: Progress, after: Progress, begin: PerRow) -> Output:
     """Write new tokens and scores, [batch] each, into the output, for rows that took a token."""
     steps = jax.tree.leaves(output)[0].shape[1]
     at = jnp.where(after.count > before.count, before.count - begin, steps)
@@ -130,12 +132,12 @@ class _Carry:
 )
 def speculate(
     proposer: Proposer,
-    draft_params: Any,
+    draft_params: PyTree,
     draft_context: Cached | None,
     acceptance: Acceptance,
     model: Model,
     filters: Filters,
-    params: Any,
+    params: PyTree,
     context: Cached,
     progress: Progress,
     past: TokenHistory,
@@ -161,7 +163,9 @@ def speculate(
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
 
-    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None) -> Any:
+    def choose(
+        progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None
+    ) -> Chosen:
         return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
     def choose_draft(
@@ -231,7 +235,7 @@ def speculate(
 
 def feed_draft(
     model: Model,
-    params: Any,
+    params: PyTree,
     context: Cached,
     before: Progress,
     draft: DraftTokens,
@@ -279,7 +283,7 @@ class SpeculativeDecoder:
         self._request, self._draft, self._platform = request, draft, platform
         self._rows = len(request.row_prompts)
         self.context: Cached | None = None
-        self.params: Any = None
+        self.params: PyTree = None
         self._relative_size = 0.0
         if isinstance(draft, DraftModel):
             self._lm = draft.lm if lm.mesh is None else draft.lm.on(lm.mesh)
