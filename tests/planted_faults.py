@@ -589,7 +589,7 @@ FAULTS = (
     ),
     Fault(
         "a rollout's seed is not looked at", "rollouts/program.py",
-        "high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))",
+        "high = jnp.broadcast_to(jnp.asarray(high).astype(jnp.uint32), (rows,))",
         "high = jnp.zeros((rows,), jnp.uint32)", ("rollouts",),
     ),
     Fault(
@@ -668,7 +668,7 @@ FAULTS = (
         "part = self.partial_rotary_factor", ("rope",),
     ),
     Fault(
-        "a chat keeps a token too many", "chats/conversation.py",
+        "a chat keeps a token too many", "chats/_conversation.py",
         "same = min(common_length(self.tokens, ids), len(ids) - 1)",
         "same = min(common_length(self.tokens, ids) + 1, len(ids) - 1)", ("chats",),
     ),
@@ -678,7 +678,7 @@ FAULTS = (
         "del self.tokens[tokens + 1 :]", ("chats",),
     ),
     Fault(
-        "the token that ended an answer stays in the chat", "chats/conversation.py",
+        "the token that ended an answer stays in the chat", "chats/_conversation.py",
         'said = tokens[:-1] if reason == "eos" else tokens',
         "said = list(tokens)", ("chats",),
     ),

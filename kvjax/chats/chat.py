@@ -7,9 +7,9 @@ from typing import Any, Unpack
 
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
-from kvjax.chats import saving
+from kvjax.chats import _saving as saving
+from kvjax.chats._conversation import Conversation, cache_capacity, chat_length
 from kvjax.chats.answer import Answer
-from kvjax.chats.conversation import Conversation, cache_capacity, chat_length
 from kvjax.chats.rendering import ON_FULL, Rendering, Turn
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr

@@ -16,10 +16,10 @@ from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.operations.saving import fingerprint
 from kvjax.policies.model_config import CacheShape
 from kvjax.policies.presets import PolicyChoice
+from kvjax.prefixes._saving import KIND, from_folder, settings_of, to_folder
 from kvjax.prefixes.lease import Lease, LeaseLock
 from kvjax.prefixes.pool_config import in_bytes, make_pool_config
 from kvjax.prefixes.radix import Namespace, checked_name
-from kvjax.prefixes.saving import KIND, from_folder, settings_of, to_folder
 from kvjax.prefixes.sequences import CachedSequences
 from kvjax.prefixes.tiers import retry_lost_entries
 

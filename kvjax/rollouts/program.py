@@ -193,11 +193,12 @@ def sampling_of(
         seeds=range(rows), eos_token_ids=eos, min_new_tokens=min_new, logit_bias=bias, **keywords
     )
     filters = replace(filters, mesh=lm.mesh is not None)
+    high: Any = seed
     if not is_traced(seed) and not isinstance(seed, jax.Array):
         if as_int("seed", seed, 0) >= 2**32:
             raise ValueError(f"seed is {seed}, but must be below 2**32")
-        seed = np.uint32(int(seed))
-    high = jnp.broadcast_to(jnp.asarray(seed).astype(jnp.uint32), (rows,))
+        high = np.uint32(int(seed))
+    high = jnp.broadcast_to(jnp.asarray(high).astype(jnp.uint32), (rows,))
     seeds = jnp.stack([jnp.asarray(sampling.seeds[:, 0]), high], axis=1)
     return filters, replace(sampling, seeds=seeds)
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.cache.state import KVCache
 from kvjax.core.errors import NonFiniteError
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
@@ -21,7 +20,6 @@ from kvjax.generation.beams.results import (
     source_beams,
 )
 from kvjax.generation.beams.session import SearchOutput, final_guides, search_of
-from kvjax.generation.beams.step import SearchState
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import MAX_STEPS
@@ -66,7 +64,7 @@ class BeamStream(PieceIterator):
         ]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
-        self._state: SearchState  # set by ``_collect``
+        self._state: Any = None
         self._prefill_timer, self._decode_timer = Timer(), Timer()
         super().__init__(self._session, cache_given=request.cache is not None)
 
@@ -161,7 +159,7 @@ class BeamStream(PieceIterator):
             result = pad_result(result, request.max_new_tokens, self._padding, request.logprobs)
         return result
 
-    def _result_cache(self, best: BestSequences) -> tuple[KVCache | None, list[list[int]]]:
+    def _result_cache(self, best: BestSequences) -> tuple[Any, list[list[int]]]:
         """A cache with one row for each sequence returned, and the tokens that each row lacks. A
         row comes from the running beam that shares most with the sequence, rewound to that."""
         request, session = self._request, self._session

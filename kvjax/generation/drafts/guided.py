@@ -21,7 +21,7 @@ from kvjax.generation.context import Cached
 from kvjax.generation.drafts import speculative
 from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
 from kvjax.generation.drafts.propose import DraftTokens, Proposer
-from kvjax.generation.drafts.speculative import Chosen, DraftLogits, SpeculativeDecoder
+from kvjax.generation.drafts.speculative import DraftLogits, SpeculativeDecoder
 from kvjax.generation.guides.session import GuidedSession
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
@@ -222,7 +222,7 @@ def verify(
 
     def choose(
         progress: Progress, past: TokenHistory, logits: Logits, allowed: Array | None = None
-    ) -> Chosen:
+    ) -> Any:
         return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
         )

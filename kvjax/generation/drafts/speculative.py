@@ -49,8 +49,7 @@ from kvjax.sampling.scores import Scores
 
 DraftLogits = Float[Array, "batch places vocab"]
 """The target model's logits after each row's newest token, and after each of its draft tokens."""
-Chosen = tuple[Progress, TokenHistory, Scores | None]
-Choose = Callable[..., Chosen]
+Choose = Callable[..., tuple[Progress, TokenHistory, Scores | None]]
 """``(progress, past, logits, allowed=)``, as ``programs.choose_and_score``."""
 Output = tuple[Array, Scores | None]
 """New tokens and their scores, [batch, steps] each."""
@@ -163,9 +162,7 @@ def speculate(
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
 
-    def choose(
-        progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None
-    ) -> Chosen:
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None) -> Any:
         return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
     def choose_draft(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.chats.conversation import ChatCache
+from kvjax.chats._conversation import ChatCache
 from kvjax.chats.rendering import TokenizedText, Turn
 from kvjax.core.array_folder import expand_user, report_format_errors
 from kvjax.core.errors import CheckpointError
