@@ -6,7 +6,7 @@ Every operation is a pure function, and a decode step is an ordinary function fo
 """
 
 from kvjax import bench, codecs, layouts, memory
-from kvjax.adapters.language_model import language_model
+from kvjax.adapters.function_model import language_model
 from kvjax.attention.attend import attend, self_attend
 from kvjax.attention.step import Step, step
 from kvjax.cache.appending import advance, append

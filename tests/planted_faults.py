@@ -613,7 +613,7 @@ FAULTS = (
         "return most + 0", ("stacks",),
     ),
     Fault(
-        "a ragged row's last logits are those behind its padding", "adapters/language_model.py",
+        "a ragged row's last logits are those behind its padding", "adapters/function_model.py",
         "at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)",
         "at = jnp.full_like(jnp.asarray(lengths, jnp.int32), logits.shape[1] - 1)",
         ("adapters",),
@@ -628,7 +628,7 @@ FAULTS = (
         "return inspect.signature(lambda query, key, value: query)", ("frameworks",),
     ),
     Fault(
-        "a call that was not ended is taken for a cache", "adapters/language_model.py",
+        "a call that was not ended is taken for a cache", "adapters/function_model.py",
         "if after.pending is not None:", "if False:", ("adapters",),
     ),
     Fault(

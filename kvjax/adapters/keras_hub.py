@@ -15,7 +15,7 @@ from keras import StatelessScope
 from keras_hub.src.vllm.context import vllm_context_scope  # pyright: ignore[reportMissingImports]
 
 from kvjax.adapters import keras
-from kvjax.adapters.language_model import language_model
+from kvjax.adapters.function_model import language_model
 from kvjax.attention.step import step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import PyTree
 from tunix.rl.rollout import base_rollout  # pyright: ignore[reportMissingImports]
 
-from kvjax.adapters.language_model import language_model
+from kvjax.adapters.function_model import language_model
 from kvjax.adapters.nnx import as_function
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
