@@ -8,16 +8,19 @@ from kvjax.generation.detokenizer import TextStream
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import GenerationDefaults
 
-from .architecture import Architecture
-from .config import GemmaConfig, GPT2Config, LlamaConfig, RopeConfig
-from .config_families import (
+from .architecture import Architecture, first_layers
+from .config import (
     Gemma3nConfig,
     Gemma4Config,
+    GemmaConfig,
+    GPT2Config,
     Llama4Config,
+    LlamaConfig,
     MixtralConfig,
     MoeConfig,
     NeoXConfig,
     Phi3Config,
+    RopeConfig,
     T5Config,
 )
 from .config_json import read_config
@@ -25,7 +28,6 @@ from .loading import load
 from .rope import model_rotary
 from .supported import supported
 from .text import Tokenizer
-from .truncated import first_layers
 
 __all__ = [
     "Architecture",

@@ -1,7 +1,7 @@
-"""A model as a pure function: what is static is split off once, parameters are a plain dict."""
+"""The module of each family, by its configuration."""
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,54 @@ from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Counts, Tokens
-from kvjax.core.validation import check_not_symbolic, is_traced
+from kvjax.core.validation import as_int, check_not_symbolic, is_traced
 from kvjax.generation.encoder import SOURCE, without_source
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import apply_in_chunks
 from kvjax.policies.model_config import common_heads
 
-from .call_checks import check_cache_of, check_devices, unknown_tokens, without_unknown
-from .config_families import Config, T5Config
-from .families import FAMILIES
+from .config import (
+    Config,
+    Gemma3nConfig,
+    Gemma4Config,
+    GemmaConfig,
+    GPT2Config,
+    Llama4Config,
+    LlamaConfig,
+    MixtralConfig,
+    MoeConfig,
+    NeoXConfig,
+    Phi3Config,
+    SharingConfig,
+    T5Config,
+)
+from .decoder import Decoder
+from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without_unknown
+from .gemma3n import Gemma3n
+from .gemma4 import Gemma4
+from .gpt2 import GPT2
+from .llama4 import Llama4
+from .moe import Moe
+from .neox import NeoX
+from .phi3 import Phi3
 from .saving import save
 from .sharding import param_shardings
+from .t5 import T5
+
+FAMILIES: dict[type, type[Frame]] = {
+    LlamaConfig: Decoder,
+    GemmaConfig: Decoder,
+    GPT2Config: GPT2,
+    Gemma3nConfig: Gemma3n,
+    Gemma4Config: Gemma4,
+    Llama4Config: Llama4,
+    MixtralConfig: Moe,
+    MoeConfig: Moe,
+    NeoXConfig: NeoX,
+    Phi3Config: Phi3,
+    T5Config: T5,
+}
+
 
 Params = dict[str, Any]
 """Nested dicts of arrays; the keys on the way to one are the parts of its name."""
@@ -224,3 +262,52 @@ def _restore(empty: Any, params: Params) -> Any:
 
     flat = nnx.to_flat_state(empty)
     return nnx.from_flat_state([(path, fill(path, variable)) for path, variable in flat])
+
+
+_OF_LAYERS = ("windows", "rope_layers")
+"""Fields of configurations that have an entry a layer."""
+
+
+def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
+    """The model that is left when a model of ``kvjax.models`` ends behind its first layers, with
+    its own last norm and head: a draft that needs no weights of its own, as the arrays are the
+    same.
+
+    Source: Elhoushi et al., LayerSkip, arXiv:2404.16710; Zhang et al., arXiv:2309.08168.
+
+    Args:
+      lm: the model.
+      layers: how many, fewer than it has.
+
+    Raises:
+      ValueError: if it has not so many; if its later layers read what earlier ones keep, or it has
+        an encoder; if it is none of ``kvjax.models``.
+    """
+    architecture = lm.architecture
+    if not isinstance(architecture, Architecture):
+        raise ValueError("first_layers is of models of kvjax.models: of one of your own, make it")
+    config: Any = architecture.config
+    if isinstance(config, SharingConfig | T5Config):
+        raise ValueError(
+            f"a {config.model_type} has no model of its first layers: its layers go by others"
+        )
+    count = as_int("layers", layers, 1)
+    if count >= config.num_hidden_layers:
+        raise ValueError(
+            f"layers is {count}, and the model has {config.num_hidden_layers}: give fewer"
+        )
+    cut: dict[str, Any] = {
+        name: getattr(config, name)[:count] for name in _OF_LAYERS if hasattr(config, name)
+    }
+    if isinstance(config, MoeConfig):
+        cut["dense_layers"] = tuple(layer for layer in config.dense_layers if layer < count)
+    shorter = Architecture(replace(config, num_hidden_layers=count, **cut))
+    params = _like(shorter.abstract_params(), lm.params)
+    return replace(lm, config=shorter.config, architecture=shorter, params=params)
+
+
+def _like(names: Any, params: Any) -> Any:
+    """The parameters of these names."""
+    if not isinstance(names, dict):
+        return params
+    return {name: _like(node, params[name]) for name, node in names.items()}

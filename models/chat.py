@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvjax.core.errors import CheckpointError
 from kvjax.core.validation import as_bool, as_list, short_repr
 
-from .fields import Fields, read_json, read_text
+from .json_fields import Fields, read_json, read_text
 
 Message = Mapping[str, Any]
 _PROBE = "kvjaxprobe"

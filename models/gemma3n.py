@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.compat import flax_0_12_list
 
 from . import gemma_parts
-from .config_families import Gemma3nConfig
+from .config import Gemma3nConfig
 from .frame import LayerContext, Logits
 from .gemma_parts import linear, norm
 from .layers import Hidden, along

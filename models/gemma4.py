@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from . import gemma_parts
-from .config_families import Gemma4Config
+from .config import Gemma4Config
 from .frame import LayerContext
 from .gemma_parts import linear, norm
 from .layers import Hidden, along, unit

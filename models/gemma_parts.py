@@ -13,8 +13,7 @@ from jaxtyping import Array, Int
 from kvjax.cache.state import KVCache
 
 from . import decoder
-from .config import DecoderConfig
-from .config_families import SharingConfig
+from .config import DecoderConfig, SharingConfig
 from .frame import LayerContext
 from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, split_heads, unit
 from .sharding import Divided

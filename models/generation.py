@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kvjax.generation.model import GenerationDefaults
 
-from .fields import Fields, read_json
+from .json_fields import Fields, read_json
 from .multimodal import read_text_fields
 
 _FAMILY_IDS = {

@@ -14,8 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from . import decoder
-from .config import DecoderConfig
-from .config_families import Llama4Config
+from .config import DecoderConfig, Llama4Config
 from .frame import LayerContext, Rotary
 from .layers import FeedForward, Hidden, Linear, split_heads, unit
 from .moe import Experts

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvjax.core.reporting import readable_bytes
 
-from .config_parts import read_dtype
-from .fields import Fields, read_json
+from .config_fields import read_dtype
+from .json_fields import Fields, read_json
 from .stored import Stored, StoredTensor
 from .supported import EVERYWHERE, FAMILIES, RELATIVES, check_model_type
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 
 from kvjax.core.compat import flax_0_12_list
 
-from .config_families import NeoXConfig
+from .config import NeoXConfig
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
 from .rope import layer_rotary

@@ -13,8 +13,8 @@ from safetensors.numpy import save_file
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
 
-from .config_families import Config
-from .experts import unstack_experts
+from .config import Config
+from .moe import unstack_experts
 from .multimodal import text_config
 from .weights import is_transposed, renamed
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvjax.core.errors import CheckpointError
 
-from .fields import read_json
+from .json_fields import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

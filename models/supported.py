@@ -2,7 +2,7 @@
 
 from kvjax.core.errors import CheckpointError
 
-from .fields import Fields
+from .json_fields import Fields
 
 EVERYWHERE = {
     "quantization_config": "none: quantized weights are not read, only float ones",

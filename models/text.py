@@ -11,7 +11,7 @@ from kvjax.core.validation import check_unicode
 from kvjax.generation.detokenizer import TextStream
 
 from .chat import ChatTemplates, Message, read_templates
-from .fields import Fields, read_json
+from .json_fields import Fields, read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
           "mask_token")  # fmt: skip

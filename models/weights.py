@@ -18,7 +18,7 @@ from kvjax.core.reporting import report_progress
 from kvjax.placement.device import Device
 
 from .config import NARROWED, TensorNames
-from .experts import stack_experts
+from .moe import stack_experts
 from .multimodal import TEXT_PREFIX
 from .stored import STORED_DTYPES, Stored, StoredTensor
 

@@ -643,7 +643,7 @@ FAULTS = (
         "return list(per_layer(choice, lm.config))", ("sources",),
     ),
     Fault(
-        "rows of one source are folded into its heads", "models/t5_parts.py",
+        "rows of one source are folded into its heads", "models/t5.py",
         "queries = queries.reshape(source.batch, each, heads, new, head_dim).swapaxes(1, 2)",
         "queries = queries.reshape(source.batch, heads, each, new, head_dim)", ("sources",),
     ),

@@ -23,7 +23,7 @@ from kvjax.models import (
     read_config,
     supported,
 )
-from kvjax.models.config_families import Config
+from kvjax.models.config import Config
 from kvjax.models.config_json import READERS
 from kvjax.models.generation import GenerationDefaults, read_generation
 from kvjax.policies.model_config import layer_heads, same_rotary

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
-from kvjax.models import hub
 
 
 @pytest.fixture
@@ -176,6 +175,6 @@ def test_hub_offline(tmp_path: Path) -> None:
 
 
 def test_embedded_place() -> None:
-    assert hub.locate(None, None) == hub.EMBEDDED
+    assert loading.locate(None, None) == loading.EMBEDDED
     with pytest.raises(ValueError, match="is for hub ids"):
-        hub.locate(None, "main")
+        loading.locate(None, "main")

@@ -20,14 +20,16 @@ from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.sizes import weight_bytes
 from kvjax.models.architecture import Architecture
-from kvjax.models.config import GemmaConfig, GPT2Config, RopeConfig
-from kvjax.models.config_families import (
+from kvjax.models.config import (
     Gemma3nConfig,
     Gemma4Config,
+    GemmaConfig,
+    GPT2Config,
     Llama4Config,
     MoeConfig,
     NeoXConfig,
     Phi3Config,
+    RopeConfig,
 )
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config

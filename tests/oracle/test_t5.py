@@ -14,7 +14,7 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.models.stored import find_tensors
-from kvjax.models.t5_parts import buckets_of
+from kvjax.models.t5 import buckets_of
 from tests.oracle.conftest import randomise
 
 TOLERANCE = 1e-5

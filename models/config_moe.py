@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-from .config_families import Llama4Config, MixtralConfig, MoeConfig
-from .config_parts import Family, read_shared
-from .fields import Fields
-from .rope_config import RopeForm, read_rope
+from .config import Llama4Config, MixtralConfig, MoeConfig
+from .config_fields import Family, RopeForm, read_rope, read_shared
+from .json_fields import Fields
 from .supported import refused
 
 _MOES = {

@@ -3,11 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from .config import GemmaConfig
-from .config_families import Gemma3nConfig, Gemma4Config, SharingConfig
-from .config_parts import Family, read_cap, read_shared
-from .fields import Fields
-from .rope_config import FULL, LOCAL, RopeForm, read_rope, read_ropes
+from .config import Gemma3nConfig, Gemma4Config, GemmaConfig, SharingConfig
+from .config_fields import (
+    FULL,
+    LOCAL,
+    Family,
+    RopeForm,
+    read_cap,
+    read_rope,
+    read_ropes,
+    read_shared,
+)
+from .json_fields import Fields
 from .supported import refused
 
 _GEMMA2 = Family(
