@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
+from kvjax.models import loading
 
 
 @pytest.fixture
