@@ -7,9 +7,11 @@ knows nothing about keys, values or devices.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from kvjax.core.array_ops import expand_over_rows, expand_over_slots
 from kvjax.core.typing import (
@@ -25,6 +27,9 @@ from kvjax.core.typing import (
     Slots,
 )
 from kvjax.core.validation import UNLIMITED, normalize_int_field
+
+Integers = TypeVar("Integers", int, np.ndarray, jax.Array)
+"""Python or array integers; a function returns the kind that it receives."""
 
 
 class Run(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from kvjax.core.array_ops import arange_row, expand_over_rows, expand_over_slots, xp
@@ -23,7 +24,7 @@ from kvjax.core.typing import (
     Slots,
 )
 from kvjax.core.validation import INT32_MAX, UNLIMITED, normalize_int_field
-from kvjax.layouts.layout import Dense, Layout, LayoutSpec, Region, Run
+from kvjax.layouts.layout import Dense, Integers, Layout, LayoutSpec, Region, Run
 from kvjax.layouts.split import LayoutSlice
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE, PAGE_SIZE_MULTIPLE = 16, 1024, 8
@@ -154,14 +155,14 @@ class Paged(Layout):
         """Pages of the sinks, which are never freed."""
         return -(-self.sinks // self.page_size)
 
-    def column_of(self, pages: Any) -> Any:
+    def column_of(self, pages: Integers) -> Integers:
         """The column of each page of a row while the row has it; ``pages`` of any shape."""
         if self.straight:
             return pages
         reused = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
         return xp(pages).where(pages < self.sink_pages, pages, reused)
 
-    def pages_in(self, written: PerRow) -> Any:
+    def pages_in(self, written: PerRow) -> jax.Array:
         """int[batch, columns]: the last page that each column was used for, or will be first."""
         columns = arange_row(self.columns)
         if self.straight:
@@ -173,7 +174,7 @@ class Paged(Layout):
         page = newest - (newest - columns) % (self.columns - self.sink_pages)
         return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
 
-    def gone_before(self, written: Any) -> Any:
+    def gone_before(self, written: Integers) -> Integers:
         """The first page after the sinks' that queries of a row may still see, even after a rewind
         by ``rewindable`` tokens."""
         return xp(written).maximum(written - self._kept, 0) // self.page_size
@@ -182,7 +183,7 @@ class Paged(Layout):
         """Whether queries may still see ``pages``."""
         return (pages >= self.gone_before(written)) | (pages < self.sink_pages)
 
-    def filled(self, tokens: Any) -> Any:
+    def filled(self, tokens: Integers) -> Integers:
         """Pages that ``tokens`` need, including a last one that is not full."""
         return -(-tokens // self.page_size)
 

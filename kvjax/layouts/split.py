@@ -9,7 +9,7 @@ from jaxtyping import Array, Int
 from kvjax.core.array_ops import expand_over_rows, xp
 from kvjax.core.typing import Cursors, PerRow, PositionPerSlot, Positions, Scalar, Slots
 from kvjax.core.validation import UNLIMITED
-from kvjax.layouts.layout import Layout, Region, Run
+from kvjax.layouts.layout import Integers, Layout, Region, Run
 from kvjax.layouts.ring import Ring
 
 
@@ -122,7 +122,7 @@ class Split:
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
         return whole if self.shard is None else split_slots(whole, self.shard)
 
-    def flushed(self, tokens: Any) -> Any:
+    def flushed(self, tokens: Integers) -> Integers:
         """Blocks that have left the tail of a row of ``tokens``."""
         return xp(tokens).maximum((tokens - 1) // self.block - self.recent, 0)
 

@@ -7,7 +7,7 @@ Language Model Serving with PagedAttention", arXiv:2309.06180, as pure functions
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +16,7 @@ from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.layouts import Paged, Split
+from kvjax.layouts.layout import Integers
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class PageGroup:
     layout: Paged
     split: Split | None = None
 
-    def units(self, tokens: Any) -> Any:
+    def units(self, tokens: Integers) -> Integers:
         """Units in the pages of a row of ``tokens``."""
         return tokens if self.split is None else self.split.flushed(tokens)
 
