@@ -322,7 +322,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: model("plain_scan").with_params(
             {**model("plain_scan").params, "embed": jnp.ones((97, 32))}
         ),
-        r"embed is \[97, 32\], and \[97, 64\]",
+        r"embed has shape \[97, 32\], but the model.s is \[97, 64\]",
     ),
     "parameters of another dtype": (
         lambda: model("plain_scan").with_params(
@@ -334,7 +334,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: kvjax.plan(model("plain_scan"), max_len=8), "no num_attention_heads, which plans"
     ),
     "a tree of prefixes": (
-        lambda: kvjax.PrefixTree(model("plain_scan"), max_len=64), "config says stacked"
+        lambda: kvjax.PrefixTree(model("plain_scan"), max_len=64), "config has stacked=True"
     ),
     "a checkpoint": (lambda: model("plain_scan").save("nowhere"), "only models of kvjax.models"),
     "a text beyond the positions": (
