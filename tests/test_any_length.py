@@ -112,7 +112,6 @@ def test_a_mostly_empty_pool_is_not_multiplied_in_place(walked):
     assert np.isnan(in_pages(held(POLICIES["paged"], lengths(high=90)))).all()
 
 
-@pytest.mark.slow
 def test_shared_pages_are_not_multiplied_in_place(walked):
     cache = held(POLICIES["paged"], lengths(low=140))
     (pool,) = cache.pools

@@ -355,6 +355,7 @@ def common(tiny_llama_dir):
             "--temperature", 0.9, "--seed", 100)  # fmt: skip
 
 
+@pytest.mark.slow
 def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
     """In any order and company; errors are printed, and the exit code is 3."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"

@@ -401,7 +401,6 @@ def test_a_request_that_ends_gives_its_pages_back_at_once():
     assert settled(engine)
 
 
-@pytest.mark.slow
 def test_whose_turn_it_is():
     """Lower priorities go first, then who came first; a deadline ends a request that runs or waits,
     and a cancel any."""

@@ -175,7 +175,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert np.array_equal(self.pool.table, self.table)
 
 
-TestAllocatorMachine = pytest.mark.slow(AllocatorMachine.TestCase)
+TestAllocatorMachine = AllocatorMachine.TestCase
 TestAllocatorMachine.settings = settings(
     max_examples=400 if FULL else 100, stateful_step_count=100, deadline=None
 )

@@ -80,7 +80,6 @@ def test_the_order_of_accelerators():
     assert len(fetches) == 1
 
 
-@pytest.mark.slow
 def test_shared_layers_stay_until_the_last_has_read_them():
     """Fetched once, for all that read them; with the logits of the device."""
 

@@ -146,7 +146,6 @@ def test_a_tree_that_forgets_has_one_pool_at_a_time(monkeypatch):
     assert sum(x.nbytes for x in alive()) == before
 
 
-@pytest.mark.slow
 def test_a_hit_ends_where_a_chunk_of_prompts_did():
     """Not inside a chunk, and not after tokens of decode steps."""
     lm, rng = small(), np.random.default_rng(12)

@@ -51,6 +51,7 @@ def test_growing_caches_recall_too():
     assert shares["dynamic"].share == 1
 
 
+@pytest.mark.slow
 def test_bits_matter_less_than_tokens(found):
     assert found["bits=8"].share >= found["raw"].share - 0.002
     assert found["bits=4"].share > 0.98

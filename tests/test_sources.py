@@ -130,7 +130,6 @@ def test_on_a_mesh(sizes: dict[str, int]) -> None:
     assert found.tokens == wanted.tokens
 
 
-@pytest.mark.slow
 def test_a_long_text_is_read_in_pieces() -> None:
     lm = t5()
     text = np.random.default_rng(5).integers(2, 61, 1200).tolist()

@@ -135,7 +135,7 @@ def looked_up(text, length):
     return []
 
 
-@pytest.mark.slow
+@pytest.mark.slow(but=("lookup",))
 @pytest.mark.parametrize("kind", ["model", "lookup"])
 def test_as_many_are_accepted_as_are_right(kind):
     """Compared with a draft model without a cache, and a search in plain Python."""
