@@ -15,11 +15,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
-from kvjax.engine.programs import EngineState
+from kvjax.engine.programs import EngineState, LayerGroups
 from kvjax.engine.request import MAX_EOS_TOKENS, Request
 from kvjax.generation.beams.results import History, best_sequences
 from kvjax.generation.beams.session import BeamGuides, accept_all
@@ -79,18 +80,16 @@ class BeamSearchState:
         self._history = History(self.width)
         self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
-        self._state: Any = None
         # The guides have not accepted the tokens of ``_pending`` yet.
         self._guides: BeamGuides | None = None
         self._pending: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
-        self._masks: Any = None
         self._mask_words = 0
 
     def begin(self) -> None:
         """Start the search; the first row prefills the prompt."""
         self.running = True
         with _on_host():
-            since: Any = np.zeros(self.width, np.int32)
+            since = np.zeros(self.width, np.int32)
             self._state = fetch(_initial_state(np.ones(1, bool), since, self._beams, None))
 
     def token_mask(self, beam: int, words: int) -> np.ndarray:
@@ -103,10 +102,9 @@ class BeamSearchState:
         if self._pending is not None:
             self._guides.advance(*self._pending)
             self._masks, self._pending = self._guides.masks(), None
-        mask: np.ndarray = self._masks[beam]
-        return mask
+        return self._masks[beam]
 
-    def add_candidates(self, scores: Any, at: int, beam: int) -> bool:
+    def add_candidates(self, scores: Scores, at: int, beam: int) -> bool:
         """Add a beam's likeliest next tokens, entry ``at`` of ``Scores`` on the host; take a step
         once all active beams have theirs. Returns whether the search has ended."""
         self._candidates[beam] = scores.ids[at, 0], scores.likeliest[at, 0]
@@ -148,10 +146,10 @@ class BeamSearchState:
         self._steps.append((ids, likeliest))
         # The step runs on a small vocabulary: all candidates, in the order of the full one.
         vocab = np.unique(ids)
-        logprobs: Any = np.full((self.width, ids.size), -np.inf, np.float32)
+        logprobs = np.full((self.width, ids.size), -np.inf, np.float32)
         rows = np.arange(self.width)[:, None]
         np.maximum.at(logprobs, (rows, np.searchsorted(vocab, ids)), likeliest)
-        eos: Any = np.full((1, MAX_EOS_TOKENS), ids.size, np.int32)
+        eos = np.full((1, MAX_EOS_TOKENS), ids.size, np.int32)
         eos_places = np.flatnonzero(np.isin(vocab, list(request.eos)))
         eos[0, : len(eos_places)] = eos_places
         if step + 1 <= request.min_new_tokens:
@@ -172,7 +170,7 @@ class BeamSearchState:
         active = state.score[0] > -np.inf
         self.active, self._pending = np.flatnonzero(active).tolist(), (token, parent, active)
 
-    def _advance(self, logprobs: Any, eos: Any) -> tuple[Any, Any]:
+    def _advance(self, logprobs: np.ndarray, eos: np.ndarray) -> tuple[Any, Any]:
         search, limit = self._search, np.int32(self._request.max_new_tokens)
         numbers: Any = (
             np.float32(search.length_penalty),
@@ -237,7 +235,7 @@ class BranchInputs:
 
 @functools.partial(jax.jit, static_argnames="groups", donate_argnames="engine_state")
 def branch(
-    engine_state: EngineState, inputs: BranchInputs, *, groups: Any
+    engine_state: EngineState, inputs: BranchInputs, *, groups: LayerGroups
 ) -> tuple[EngineState, None]:
     """Copy what rows have outside of full pages, and their progress, from sources to targets; then
     set newest tokens.
@@ -247,7 +245,7 @@ def branch(
     """
     cache = engine_state.cache
 
-    def copy(number: Array, tree: Any) -> Any:
+    def copy(number: Array, tree: PyTree) -> PyTree:
         source, target = inputs.sources[number], inputs.targets[number]
         return jax.tree.map(lambda x: x.at[target].set(x[source]), tree)
 
@@ -279,7 +277,7 @@ def _cpu() -> Any:
         return None
 
 
-def _on_host() -> AbstractContextManager[Any]:
+def _on_host() -> AbstractContextManager[object]:
     """Run small programs on the CPU, so that they do not queue after the device's."""
     device = _cpu()
     return contextlib.nullcontext() if device is None else jax.default_device(device)

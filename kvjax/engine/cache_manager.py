@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.engine.handle import Handle, SwappedState
 from kvjax.engine.model_runner import ModelRunner
@@ -194,7 +195,7 @@ class CacheManager:
             self._add_swapped_bytes(-handle.swapped.nbytes)
             handle.swapped = None
 
-    def set_params(self, params: Any) -> None:
+    def set_params(self, params: PyTree) -> None:
         """Use new parameters from now on; prefixes of the old ones are no longer shared."""
         self._runner.params = params
         self._prefixes.forget_weights(self.weights)
@@ -206,7 +207,7 @@ class CacheManager:
         self._prefixes.tiers.enforce_limits()
 
 
-def _start_copy_to_host(arrays: Any) -> None:
+def _start_copy_to_host(arrays: PyTree) -> None:
     for x in jax.tree.leaves(arrays):
         x.copy_to_host_async()
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.core.pytree import pytree_dataclass, tree_bytes
 from kvjax.core.typing import Array, PerRow, Tokens
@@ -58,7 +59,7 @@ class ProposeInputs:
 def propose(
     engine_state: EngineState,
     proposer: DraftModelProposer,
-    params: Any,
+    params: PyTree,
     history: TokenHistory,
     verify: VerifyInputs,
     inputs: ProposeInputs,
@@ -186,7 +187,7 @@ class DraftModelRunner:
 
 
 def draft_runner_of(
-    lm: LanguageModel, draft: Draft | None, count: int, max_len: int, chunk: Any
+    lm: LanguageModel, draft: Draft | None, count: int, max_len: int, chunk: int
 ) -> DraftModelRunner | None:
     """The runner of an engine's draft model; None for other drafts."""
     if not isinstance(draft, DraftModel):

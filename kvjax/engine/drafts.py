@@ -10,6 +10,7 @@ import numpy as np
 from kvjax.generation.drafts.acceptance import Acceptance, DraftCost, draft_cost
 from kvjax.generation.drafts.draft_model import (
     Draft,
+    DraftChoice,
     DraftModel,
     PromptLookup,
     relative_size,
@@ -48,7 +49,7 @@ class DraftPlanner:
     platform: str
     batch_size: int
 
-    def plan(self, draft: Any, guide: Guide | None, beams: int) -> DraftPlan | None:
+    def plan(self, draft: DraftChoice | None, guide: Guide | None, beams: int) -> DraftPlan | None:
         """The plan of a request with this ``draft`` argument; None for no draft.
 
         Raises:
@@ -110,8 +111,7 @@ class DraftState:
             limit = len(self._lookup.propose(limit))
         if self._acceptance.cooldown > 0 or not limit:
             return math.inf
-        count: Any = np.array([limit])
-        return float(self._acceptance.relative_time(count, adjust(self._cost))[0])
+        return float(self._acceptance.relative_time(_array(limit), adjust(self._cost))[0])
 
     def idle(self, limit: int, adjust: AdjustCost) -> bool:
         """Whether no draft of up to ``limit`` tokens is worth its cost now."""
@@ -127,17 +127,17 @@ class DraftState:
 
     def record(self, count: int, accepted: int) -> None:
         """Record how many of ``count`` drafted tokens were accepted; ``push`` has them already."""
-        drafted, right, active = np.array([count]), np.array([accepted]), np.array([True])
-        args: Any = drafted, right, self._max_tokens, self._cost, active
-        self._acceptance = self._acceptance.updated(*args)
+        drafted, right, active = _array(count), _array(accepted), _array(True)
+        self._acceptance = self._acceptance.updated(
+            drafted, right, self._max_tokens, self._cost, active
+        )
 
     def _worthwhile(self, available: int, adjust: AdjustCost) -> int:
         """How many of the ``available`` tokens are worth drafting."""
         if self._acceptance.cooldown > 0 or not available:
             return 0
-        cost, count = self._cost and adjust(self._cost), np.array([available])
-        args: Any = count, cost, count > 0
-        return int(self._acceptance.draft_lengths(*args)[0])
+        cost, count = self._cost and adjust(self._cost), _array(available)
+        return int(self._acceptance.draft_lengths(count, cost, count > 0)[0])
 
 
 class LookupTable:
@@ -165,3 +165,8 @@ class LookupTable:
                 followed = self._text[end:]
                 return [followed[n % len(followed)] for n in range(limit)]
         return []
+
+
+def _array(value: int) -> Any:
+    """An array for a batch of one."""
+    return np.array([value])

@@ -5,7 +5,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Unpack
+from typing import Unpack
+
+from jaxtyping import PyTree
 
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import as_bool, as_int
@@ -147,7 +149,7 @@ class Engine:
         )
         self._prefetch_steps = limits.prefetch_steps
         self._in_flight = InFlightSteps(self._counters, manager.complete, self._end)
-        self._inbox: deque[Callable[[], Any]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._numbers = itertools.count(1)
         self.stepping = threading.RLock()
 
@@ -309,7 +311,7 @@ class Engine:
         """
         return handle.pieces(self.step, self.stepping)
 
-    def update(self, params: Any) -> None:
+    def update(self, params: PyTree) -> None:
         """Replace the model's parameters from the next step on, from any thread. Running requests
         continue with the new parameters and their old keys and values; cached prefixes of the old
         parameters are not shared any more.

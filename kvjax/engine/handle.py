@@ -4,9 +4,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack
 
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.core.transfer import fetch
 from kvjax.engine.beams import BeamResult, BeamSearchState
@@ -15,6 +16,9 @@ from kvjax.engine.request import Request
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import draft_masks, guide_mask
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
+
+_T = TypeVar("_T")
+_Args = TypeVarTuple("_Args")
 
 
 @dataclass
@@ -56,8 +60,8 @@ class SwappedState:
 
     length: int
     sampled: int
-    layers: Any
-    progress: Any
+    layers: PyTree
+    progress: PyTree
     columns: list[list[int]]
     pages: list[Callable[[], list[list[np.ndarray]]]]
     nbytes: int
@@ -177,7 +181,7 @@ class Handle:
         return Piece(text, tokens, self._scores[start : self._taken], starts)
 
     def pieces(
-        self, step: Callable[[], Any], stepping: AbstractContextManager[Any]
+        self, step: Callable[[], object], stepping: AbstractContextManager[object]
     ) -> Iterator[Piece]:
         """Its output while it runs, with calls of ``step`` in between, which hold ``stepping``; see
         ``Engine.stream``."""
@@ -242,7 +246,7 @@ class Handle:
         if self._callback is not None:
             self._call_user(self._callback, self)
 
-    def token_mask(self, words: int, beam: int = 0) -> Any:
+    def token_mask(self, words: int, beam: int = 0) -> np.ndarray | None:
         """uint32[words]: bits of the tokens that the guide allows next, after a ``beam`` of a
         search; None without a guide."""
         guide = self.request.guide
@@ -260,7 +264,7 @@ class Handle:
             masks[0] = mask
             self._call_user(draft_masks, self.request.guide, draft, masks, self.request.eos)
 
-    def _call_user(self, function: Callable[..., Any], *args: Any) -> Any:
+    def _call_user(self, function: Callable[[Unpack[_Args]], _T], *args: *_Args) -> _T | None:
         """Call a guide or callback of the user. If it raises, only this request ends."""
         try:
             return function(*args)

@@ -6,10 +6,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.creation import allocate
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.transfer import commit
+from kvjax.core.typing import Counts
 from kvjax.engine import programs
 from kvjax.engine.beams import BranchInputs, branch
 from kvjax.engine.page_tables import PageTables
@@ -134,7 +136,7 @@ class ModelRunner:
         *,
         forced: int = -1,
         last: bool = False,
-        mask: Any = None,
+        mask: np.ndarray | None = None,
         min_width: int = 1,
         next_tokens: Sequence[int] | None = None,
     ) -> ProgramOutput:
@@ -155,7 +157,7 @@ class ModelRunner:
             "allowed": allowed,
             "params": self.sampling_state.copy(rows),
         }
-        padded_next: Any = None
+        padded_next: np.ndarray | None = None
         if next_tokens is not None:
             padded_next = np.zeros_like(padded)
             padded_next[0, : len(next_tokens)] = next_tokens
@@ -176,9 +178,9 @@ class ModelRunner:
         entries = [(seq, rounds, *entry) for seq, rounds in decoding for entry in seq.entries]
         size = next(n for n in self.batch_sizes if n >= max(len(entries), min_rows))
         rows, places = self.select([row for _, _, row, _ in entries], size)
-        lengths: Any = np.zeros(size, np.int32)
-        rounds_of: Any = np.zeros(size, np.int32)
-        forced: Any = np.full((size, self.max_rounds), -1, np.int32)
+        lengths = np.zeros(size, np.int32)
+        rounds_of = np.zeros(size, np.int32)
+        forced = np.full((size, self.max_rounds), -1, np.int32)
         allowed = self.full_masks(size)
         for place, (seq, rounds, _, beam) in zip(places, entries, strict=True):
             lengths[place], rounds_of[place] = seq.length, rounds
@@ -194,26 +196,26 @@ class ModelRunner:
         )
         return output, places
 
-    def select(self, rows: list[int], size: int) -> tuple[Any, list[int]]:
+    def select(self, rows: list[int], size: int) -> tuple[np.ndarray, list[int]]:
         """Row numbers for a program of ``size`` rows, int32[size], padded with a number that is no
         row's; and the place of each of ``rows`` in it."""
         places = rows if size == self.count else list(range(len(rows)))
-        numbers: Any = np.arange(size, dtype=np.int32)
+        numbers = np.arange(size, dtype=np.int32)
         if size < self.count:
             numbers[:] = self.count
             numbers[places] = rows
         return numbers, places
 
-    def tables_of(self, rows: Any) -> tuple[Any, ...]:
+    def tables_of(self, rows: Counts) -> tuple[np.ndarray, ...]:
         """Page tables of ``rows``; copies, since a program may read them later."""
         rows = np.minimum(rows, self.count - 1)
         return tuple(table[rows].copy() for table in self.page_tables.tables)
 
-    def full_masks(self, rows: int) -> Any:
+    def full_masks(self, rows: int) -> np.ndarray:
         """uint32[rows, words]: token masks that allow all tokens."""
         return np.full((rows, mask_words(self.lm.config)), ALL_ALLOWED, np.uint32)
 
-    def save_row(self, row: int, tokens: int) -> Any:
+    def save_row(self, row: int, tokens: int) -> PyTree:
         """Copy what a row of ``tokens`` tokens has outside of full pages; see
         ``programs.save_row``."""
         pages = self.page_tables.partial_pages(row, tokens)
@@ -229,7 +231,7 @@ class ModelRunner:
             groups=tuple(group.layers for group, _ in parts),
         )
 
-    def restore_row(self, row: int, layers: Any, progress: Any) -> None:
+    def restore_row(self, row: int, layers: PyTree, progress: PyTree) -> None:
         """Set a row to what ``save_row`` returned."""
         self.dispatch(programs.restore_row, np.int32(row), layers, progress)
 
@@ -313,13 +315,13 @@ class ModelRunner:
         )
 
 
-def prepare_params(params: Any) -> Any:
+def prepare_params(params: PyTree) -> PyTree:
     """Parameters as committed JAX arrays without weak types."""
     arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
     return commit(without_weak_types(arrays))
 
 
-def replacement_params(params: Any, current: Any) -> Any:
+def replacement_params(params: PyTree, current: PyTree) -> PyTree:
     """New parameters in the place of ``current``, prepared.
 
     Raises:

@@ -11,13 +11,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jaxtyping import Float, Int, UInt
+from jaxtyping import Bool, Float, Int, PyTree, UInt
 
 from kvjax.attention.paths import ragged_batches
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
-from kvjax.core.typing import Array, PerRow, RowMask, Tokens
+from kvjax.core.typing import Array, Counts, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
@@ -33,6 +34,11 @@ from kvjax.sampling.scores import MAX_LOGPROBS, Scores, score_tokens
 SCORE_BATCH = 32
 """Prompt positions whose scores are computed at once; each takes several arrays of the vocabulary's
 size."""
+
+
+LayerGroups = tuple[tuple[int, ...], ...]
+"""For each cache group, the numbers of its layers; static."""
+HostMask = Bool[Array | np.ndarray, " batch"]
 
 
 @pytree_dataclass
@@ -76,15 +82,15 @@ class PrefillInputs:
     it is already known, else -1; ``allowed``: token mask of the first new token.
     """
 
-    rows: PerRow
+    rows: Counts
     tokens: Tokens
-    lengths: PerRow
-    starts: PerRow
-    tables: tuple[Array, ...]
-    fresh: RowMask
-    ends: RowMask
-    forced: PerRow
-    allowed: Allowed
+    lengths: Counts
+    starts: Counts
+    tables: tuple[Array | np.ndarray, ...]
+    fresh: HostMask
+    ends: HostMask
+    forced: Counts
+    allowed: UInt[Array | np.ndarray, "rows words"]
     params: RowParams
 
 
@@ -97,12 +103,12 @@ class DecodeInputs:
     max_rounds], tokens that are already known, else -1; ``allowed``: token mask of the first round.
     """
 
-    rows: PerRow
-    lengths: PerRow
-    rounds: PerRow
-    tables: tuple[Array, ...]
-    forced: Int[Array, "rows max_rounds"]
-    allowed: Allowed
+    rows: Counts
+    lengths: Counts
+    rounds: Counts
+    tables: tuple[Array | np.ndarray, ...]
+    forced: Int[Array | np.ndarray, "rows max_rounds"]
+    allowed: UInt[Array | np.ndarray, "rows words"]
     params: RowParams
 
 
@@ -115,12 +121,12 @@ class VerifyInputs:
     ``tables``: as in ``PrefillInputs``; ``allowed``: token mask after each of ``tokens``.
     """
 
-    rows: PerRow
+    rows: Counts
     tokens: Tokens
-    count: PerRow
-    starts: PerRow
-    tables: tuple[Array, ...]
-    allowed: UInt[Array, "rows places words"]
+    count: Counts
+    starts: Counts
+    tables: tuple[Array | np.ndarray, ...]
+    allowed: UInt[Array | np.ndarray, "rows places words"]
     params: RowParams
 
 
@@ -147,7 +153,7 @@ class ProgramOutput:
 def prefill(
     engine_state: EngineState,
     model: Model,
-    params: Any,
+    params: PyTree,
     inputs: PrefillInputs,
     next_tokens: Tokens | None = None,
 ) -> tuple[EngineState, ProgramOutput]:
@@ -183,7 +189,7 @@ def prefill(
 
 @functools.partial(jax.jit, static_argnames=("model", "exact"), donate_argnames="engine_state")
 def decode(
-    engine_state: EngineState, model: Model, params: Any, inputs: DecodeInputs, *, exact: bool
+    engine_state: EngineState, model: Model, params: PyTree, inputs: DecodeInputs, *, exact: bool
 ) -> tuple[EngineState, ProgramOutput]:
     """Decode until each row has run its rounds or has ended.
 
@@ -245,7 +251,9 @@ def set_history(
 
 
 @functools.partial(jax.jit, static_argnames="groups")
-def save_row(engine_state: EngineState, row: Array, parts: list[Array], *, groups: Any) -> Any:
+def save_row(
+    engine_state: EngineState, row: Array, parts: list[Array], *, groups: LayerGroups
+) -> PyTree:
     """Copy what a row has outside of full pages.
 
     Returns ``((layers, partial pages), (progress, history))``.
@@ -255,7 +263,7 @@ def save_row(engine_state: EngineState, row: Array, parts: list[Array], *, group
     """
     cache = engine_state.cache
 
-    def of_row(tree: Any) -> Any:
+    def of_row(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, row, keepdims=False), tree)
 
     layers = [of_row(row_arrays(layer.near())) for layer in cache.layers], of_row(cache.written)
@@ -270,12 +278,12 @@ def save_row(engine_state: EngineState, row: Array, parts: list[Array], *, group
 
 @functools.partial(jax.jit, donate_argnames="engine_state")
 def restore_row(
-    engine_state: EngineState, row: Array, layers: Any, progress: Any
+    engine_state: EngineState, row: Array, layers: PyTree, progress: PyTree
 ) -> tuple[EngineState, None]:
     """Set a row to the ``layers`` and ``(progress, history)`` that ``save_row`` returned."""
     cache = engine_state.cache
 
-    def with_row(tree: Any, saved: Any) -> Any:
+    def with_row(tree: PyTree, saved: PyTree) -> PyTree:
         return jax.tree.map(lambda x, new: x.at[row].set(new), tree, saved)
 
     saved_layers, written = layers
@@ -310,7 +318,7 @@ def update_rows(engine_state: EngineState, rows: PerRow, after: EngineState) -> 
     if len(rows) == cache.batch:
         return replace(after, cache=replace(cache, layers=new.layers, written=new.written))
 
-    def scatter(all_rows: Any, selected: Any) -> Any:
+    def scatter(all_rows: PyTree, selected: PyTree) -> PyTree:
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), all_rows, selected)
 
     pairs = zip(cache.layers, new.layers, strict=True)
@@ -320,7 +328,7 @@ def update_rows(engine_state: EngineState, rows: PerRow, after: EngineState) -> 
     return EngineState(cache, progress, scatter(engine_state.history, after.history))
 
 
-def set_column(outputs: Any, step: Array, values: Any) -> Any:
+def set_column(outputs: PyTree, step: Array, values: PyTree) -> PyTree:
     """Set column ``step`` of arrays [rows, steps, ...] to arrays [rows, ...]."""
     return jax.tree.map(
         lambda array, new: lax.dynamic_update_slice_in_dim(array, new[:, None], step, axis=1),

@@ -4,7 +4,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
@@ -88,7 +87,7 @@ class InFlightSteps:
             handle for step in steps for _, entries in step.programs for _, handle, _ in entries
         ]
 
-    def _apply(self, output: Any, place: int, handle: Handle, before: int) -> None:
+    def _apply(self, output: ProgramOutput, place: int, handle: Handle, before: int) -> None:
         count, reason = apply_output(output, place, handle, before)
         self._counters.new_tokens += count
         if reason is None and count:
@@ -97,7 +96,9 @@ class InFlightSteps:
             self._end(handle, reason or "error")
 
 
-def apply_output(output: Any, place: int, handle: Handle, before: int) -> tuple[int, str | None]:
+def apply_output(
+    output: ProgramOutput, place: int, handle: Handle, before: int
+) -> tuple[int, str | None]:
     """Give a request its new tokens.
 
     ``output``: ``ProgramOutput`` on the host; ``before``: the third item of ``Entry``. A request
@@ -121,7 +122,7 @@ def apply_output(output: Any, place: int, handle: Handle, before: int) -> tuple[
 
 
 def _apply_beam(
-    output: Any, place: int, handle: Handle, beams: BeamSearchState, beam: int
+    output: ProgramOutput, place: int, handle: Handle, beams: BeamSearchState, beam: int
 ) -> tuple[int, str | None]:
     """``apply_output`` for one row of a beam search, whose tokens are known only at the end."""
     if not beams.running:

@@ -30,9 +30,9 @@ class SamplingState:
 
     def __init__(self, rows: int, placement: Device) -> None:
         self._placement = placement
-        self._on_device: Any = None
+        self._on_device: RowParams | None = None
         self._neutral = _row_params(prepare_sampling(seeds=[0])[1], 0, 0, False)
-        self._params: Any = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), self._neutral)
+        self._params: RowParams = jax.tree.map(lambda x: np.repeat(x, rows, axis=0), self._neutral)
 
     def set(self, row: int, request: Request) -> None:
         """Give a row the parameters of a request."""
@@ -45,7 +45,7 @@ class SamplingState:
         """Give a row the parameters of a row without a request."""
         self._write(row, self._neutral)
 
-    def for_rows(self, rows: Any) -> RowParams:
+    def for_rows(self, rows: np.ndarray) -> RowParams:
         """Parameters of ``rows``, int32[n]: all rows in order, or some on the host, among which
         numbers beyond the last row select the last row."""
         count = len(self._params.limit)
@@ -60,18 +60,18 @@ class SamplingState:
         params: RowParams = self._on_device
         return params
 
-    def copy(self, rows: Any) -> RowParams:
+    def copy(self, rows: np.ndarray) -> RowParams:
         """Parameters of ``rows`` on the host; copies, since a program may read them later."""
         return jax.tree.map(lambda x: x[rows].copy(), self._params)
 
-    def _write(self, row: int, params: Any) -> None:
+    def _write(self, row: int, params: RowParams) -> None:
         pairs = zip(jax.tree.leaves(self._params), jax.tree.leaves(params), strict=True)
         for array, new in pairs:
             array[row] = new[0]
         self._on_device = None
 
 
-def _row_params(sampling: SamplingArrays, limit: int, logprobs: int, search: bool) -> Any:
+def _row_params(sampling: SamplingArrays, limit: int, logprobs: int, search: bool) -> RowParams:
     """``RowParams`` of a single row, padded to the width that all rows have."""
     arrays: dict[str, Any] = {}
     for field in fields(SamplingArrays):

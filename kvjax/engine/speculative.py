@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jaxtyping import PyTree
 
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
@@ -40,7 +41,7 @@ PendingDraft = tuple[RunningSequence, int, list[int]]
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="engine_state")
 def verify(
-    engine_state: EngineState, model: Model, params: Any, inputs: VerifyInputs
+    engine_state: EngineState, model: Model, params: PyTree, inputs: VerifyInputs
 ) -> tuple[EngineState, ProgramOutput]:
     """Run the model on drafts, and choose each row's tokens as long as they match the draft, and
     one more. Rejected tokens stay in the cache past the row's end, and are overwritten."""
@@ -49,7 +50,7 @@ def verify(
     count = jnp.where(active, 1 + inputs.count, 0)
     lengths = jnp.where(active, inputs.starts, 0)
     written = written_at(before.cache, lengths + count)
-    context: Any = program_context(before.cache, lengths, inputs.tables, written=written)
+    context = program_context(before.cache, lengths, inputs.tables, written=written)
     logits, context = context.forward_all(model, params, inputs.tokens, count)
     drafted = jnp.pad(inputs.tokens[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
     no_forced = -jnp.ones_like(count)
@@ -151,7 +152,7 @@ class SpeculativeDecoder:
         """The inputs as far as the host knows them, and the place of each draft."""
         runner, size, width = self._runner, self.batch_size, 1 + self.max_tokens
         rows, places = runner.select([seq.row for seq, _, _ in drafts], size)
-        tokens: Any = np.zeros((size, width), np.int32)
+        tokens = np.zeros((size, width), np.int32)
         counts, starts = np.zeros((2, size), np.int32)
         for place, (seq, count, looked_up) in zip(places, drafts, strict=True):
             tokens[place, : 1 + len(looked_up)] = seq.handle.generated[-1], *looked_up
