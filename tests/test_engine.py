@@ -1,4 +1,4 @@
-"""The engine: each request is what it would be alone, to the last bit; all pages come back."""
+"""The engine: each request gets bitwise the same results as alone; no page leaks."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from tests.test_prefixes import POLICIES, small
 from tests.threads import together
 
 CHUNK, ROWS, MOST, PAGES, WIDE = 32, 4, 192, 14, 4
-FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # so that they don't suffice
+FEWER = {"4 and 2 bits": 13, "sinks": 10, "sinks of 8 bits": 9}  # too few for all requests
 
 
 def in_shards(name):
@@ -41,7 +41,7 @@ OTHERS = map(
 
 
 class Letters:
-    """A tokenizer: a letter a token."""
+    """A tokenizer with one letter per token."""
 
     def encode(self, text, *, add_special_tokens=True):
         return [ord(letter) - ord("A") for letter in text]
@@ -85,7 +85,7 @@ def settings_of(number, rng):
 
 @functools.cache
 def asked(count=64):
-    """Requests of any kind, a third of which begin alike."""
+    """Requests of every kind; a third of them share a prefix."""
     rng = np.random.default_rng(0)
     system, found = rng.integers(0, 61, 40).tolist(), []
     for number in range(count):
@@ -97,7 +97,7 @@ def asked(count=64):
 
 @functools.cache
 def alone(policy):
-    """What each of them is given by an engine that has nothing else to do."""
+    """The results of each request in an engine of its own."""
     engine = engine_of(policy)
     return [told(engine.run([prompt], **settings)[0]) for prompt, settings in asked()]
 
@@ -107,7 +107,7 @@ def told(handle):
 
 
 def settled(engine):
-    """Whether nobody has anything any more, by three ways of counting."""
+    """Run to the end; whether all pages, rows and bytes are free, counted in three ways."""
     while engine.step():
         pass
     stats, texts = engine.stats(), engine._prefixes
@@ -126,7 +126,7 @@ def settled(engine):
 
 
 def until(engine, condition):
-    """Go on until it holds."""
+    """Step until the condition holds."""
     for _ in range(1000):
         if condition():
             return
@@ -135,7 +135,7 @@ def until(engine, condition):
 
 
 def in_any_order(engine, requests, seed, cancels=0.05):
-    """All of them, with some cancelled; their handles by number."""
+    """Submit requests in any order, cancel some; their handles by number."""
     rng, handles = random.Random(seed), {}
     left = rng.sample(range(len(requests)), len(requests))
     while left or engine.busy:
@@ -151,12 +151,12 @@ def in_any_order(engine, requests, seed, cancels=0.05):
 
 
 @pytest.mark.parametrize("policy", [in_shards("int8"), "hybrid", *OTHERS])
-def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
-    """Of 64 in any order: some cancelled, some parked on the host, some computed again, many that
-    share what they begin with; and nothing is compiled for it."""
+def test_results_match_a_request_alone_bitwise(policy):
+    """64 requests in any order: some are cancelled, some swapped to the host, some computed again,
+    and many share prefixes. Nothing is compiled meanwhile."""
     wanted, meter = alone(policy), Timer()
     states = 2 * engine_of(policy).pool_config.checkpoint_bytes
-    # Of an order in which pages run out often enough.
+    # In this order pages run out often enough.
     seed = {"int8": 7, "sinks of 8 bits": 10}.get(policy, len(policy))
     for host in ("1GiB", states):
         engine = engine_of(policy, host_memory=host)
@@ -179,8 +179,8 @@ def test_each_request_is_what_it_is_alone_bit_for_bit(policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
-def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
-    """Bit for bit, beside rows of several blocks, in whatever group and place they bring it to."""
+def test_results_do_not_depend_on_other_rows_lengths(policy):
+    """Bitwise, next to rows of several blocks, in any batch and at any place in it."""
     rng, limits = (
         np.random.default_rng(0),
         InferenceLimits(max_batch_size=6, max_seq_len=800),
@@ -198,9 +198,9 @@ def test_a_row_is_what_it_is_alone_whatever_the_others_lengths(policy):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", in_shards("int8"), in_shards("hybrid")])
-def test_log_probabilities_are_those_of_the_uncached_pass(policy):
-    """Of raw pages to float's precision, of 8 bits as near as these are; and greedy texts are
-    those of ``generate``."""
+def test_logprobs_match_the_uncached_pass(policy):
+    """Raw pages match to float precision, 8-bit pages to theirs; greedy tokens match
+    ``generate``."""
     lm, near = lettered(), 0.2 if policy == "int8" else 1e-5
     found = zip(asked(), alone(policy), strict=True)
     for (prompt, _settings), (tokens, _, scores, _) in itertools.islice(found, 0, 64, 8):
@@ -215,8 +215,8 @@ def test_log_probabilities_are_those_of_the_uncached_pass(policy):
 
 
 @pytest.mark.rare
-def test_log_probabilities_of_what_was_drawn_from_are_those_of_generate():
-    """Behind temperature, filters, penalties and biases."""
+def test_logprobs_of_the_sampling_distribution_match_generate():
+    """After temperature, filters, penalties and biases."""
     texts = 0
     for number in (1, 3, 5):
         (prompt, settings), (tokens, _, scores, _) = asked()[number], alone("raw")[number]
@@ -235,7 +235,7 @@ def uncached(params, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.rare), 0.9])
-def test_texts_are_those_of_generate(temperature):
+def test_tokens_match_generate(temperature):
     prompts = [prompt for prompt, _ in asked()[:8]]
     settings = {"max_new_tokens": 20, "eos_token_ids": (), "temperature": temperature, "seed": 5}
     wanted = kvjax.generate(lettered(), prompts, prefill_chunk=CHUNK, **settings)
@@ -246,10 +246,10 @@ def test_texts_are_those_of_generate(temperature):
 
 
 @pytest.mark.slow
-def test_what_others_began_with_is_not_computed_again():
+def test_shared_prefixes_are_computed_once():
     engine, prompt = engine_of(), list(range(60)) * 2
     handles = engine.run([[*prompt, n] for n in range(6)], max_new_tokens=2)
-    # While the first one is read already.
+    # While the first one is being prefilled.
     assert [handle.cached_tokens for handle in handles] == [0, *[96] * 5]
     stats = engine.stats()
     assert stats.prompt_tokens == 6 * 121 and stats.prefill_tokens == 121 + 5 * 25
@@ -263,9 +263,9 @@ def test_what_others_began_with_is_not_computed_again():
 
 
 @pytest.mark.slow
-def test_other_parameters_between_steps():
-    """Requests go on with them, parked ones too; those that come later are as if there had never
-    been others, though they begin like those that were under way."""
+def test_parameters_change_between_steps():
+    """Running and swapped requests continue with the new parameters. New requests get the results
+    of the new parameters alone, though they share prefixes with older requests."""
     lm = lettered()
     params = jax.tree.map(lambda x: x * jnp.asarray(1.01, x.dtype), lm.params)
     others = engine_of(lm=dataclasses.replace(lm, params=params))
@@ -299,8 +299,8 @@ def test_other_parameters_between_steps():
 
 
 @pytest.mark.slow
-def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
-    """By bytes of arrays, and of those that are there while others are made."""
+def test_stats_report_the_allocated_bytes(monkeypatch):
+    """Bytes of all arrays, also while the engine is being created."""
     lm, held, made, before = lettered(), [], model_runner.allocate, 0
 
     def new_bytes():
@@ -322,11 +322,11 @@ def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
         engine = engine_of("sinks", lm=lm, pages=None, draft=draft)
         stats, new = engine.stats(), new_bytes()
         its = 0 if draft is None else weights
-        # Committed parameters are arrays of their own, in the same memory.
+        # Committed parameters are other arrays in the same memory.
         assert new - weights - its == stats.pool_bytes + stats.row_bytes + stats.draft_bytes - its
         assert pointers(engine._runner.params) == pointers(lm.params)
         assert stats.weight_bytes == weights and stats.draft_bytes >= its
-        # A full device has no room for a second pool, even if it is let go at once.
+        # A full device cannot hold a second pool, even for a moment.
         assert held.pop(0) < stats.pool_bytes
         planned = kvjax.plan(
             lm.architecture,
@@ -342,8 +342,8 @@ def test_what_an_engine_allocates_is_what_it_says(monkeypatch):
 
 
 @pytest.mark.rare
-def test_what_was_told_stays_though_it_is_computed_again_by_others():
-    """By other parameters: the text goes on behind the tokens that are known."""
+def test_reported_tokens_stay_when_new_parameters_compute_them_again():
+    """A request continues after the tokens that were reported with the old parameters."""
     lm, engine = lettered(), engine_of(host_memory=0, prefix_cache=False, pages=8)
     params = jax.tree.map(lambda x: x * jnp.asarray(1.05, x.dtype), lm.params)
     late = engine.submit([1, 2, 3], max_new_tokens=50, logprobs=0, temperature=1.0)
@@ -360,14 +360,14 @@ def test_what_was_told_stays_though_it_is_computed_again_by_others():
     known = np.asarray(jax.nn.log_softmax(uncached(params, text)[0, 2:52]))
     wanted = known[np.arange(50), late.tokens]
     found = [score.logprob for score in late.logprobs or ()]
-    # Of those before, some were drawn by the others.
+    # Of the earlier tokens, the new parameters would have sampled others.
     np.testing.assert_allclose(found[44:], wanted[44:], atol=1e-4)
 
 
 @pytest.mark.rare
 @pytest.mark.parametrize("policy", ["raw", "int8", "hybrid"])
-def test_requests_that_need_all_pages(policy):
-    """One that fits just so, behind texts that were kept, and beside others."""
+def test_a_request_that_needs_all_pages(policy):
+    """It just fits, with cached prefixes in the pool and next to other requests."""
     kinds = engine_of(policy).pool_config.groups
     engine = engine_of(policy, pages=max(kind.max_pages(180) for kind in kinds), checkpoint_every=1)
     first = [*range(60), *range(60)]
@@ -379,8 +379,8 @@ def test_requests_that_need_all_pages(policy):
 
 
 @pytest.mark.slow
-def test_texts_of_a_page_run_in_all_rows():
-    """The pool has a page for each, and nobody wants another."""
+def test_requests_of_one_page_run_in_all_rows():
+    """The pool has one page for each, and no request needs a second."""
     limits = InferenceLimits(max_batch_size=3, max_seq_len=16)
     engine = kvjax.Engine(lettered(), POLICIES["raw"], limits, prefill_chunk=16)
     handles = [engine.submit([n, n], max_new_tokens=14) for n in range(3)]
@@ -389,7 +389,7 @@ def test_texts_of_a_page_run_in_all_rows():
     assert not any(handle.done for handle in handles) and settled(engine)
 
 
-def test_a_request_that_ends_gives_its_pages_back_at_once():
+def test_a_finished_request_frees_its_pages_at_once():
     engine = engine_of(prefix_cache=False)
     handle = engine.submit([1] * 40, max_new_tokens=100)
     until(engine, lambda: len(handle.tokens) >= 3)
@@ -401,9 +401,9 @@ def test_a_request_that_ends_gives_its_pages_back_at_once():
     assert settled(engine)
 
 
-def test_whose_turn_it_is():
-    """Lower priorities go first, then who came first; a deadline ends a request that runs or waits,
-    and a cancel any."""
+def test_priorities_deadlines_and_cancel():
+    """Lower priorities run first, then earlier requests. Deadlines and cancel end waiting and
+    running requests."""
     engine = engine_of(rows=1)
     first = engine.submit([1, 2, 3], max_new_tokens=30)
     engine.step()
@@ -429,7 +429,7 @@ def test_whose_turn_it_is():
 
 
 @pytest.mark.rare
-def test_a_row_that_is_not_finite_ends_alone():
+def test_non_finite_logits_end_one_request():
     lm = small(tie_word_embeddings=False)
     params = jax.tree.map(lambda x: x, lm.params)
     table = params["model"]["embed_tokens"]
@@ -444,8 +444,8 @@ def test_a_row_that_is_not_finite_ends_alone():
 
 
 @pytest.mark.rare
-def test_rows_that_are_not_finite_leave_nothing_to_those_with_windows():
-    """Whose pages they have had."""
+def test_reused_pages_of_non_finite_rows_do_not_reach_windows():
+    """Requests with windows get the pages that such rows had."""
     lm = small(tie_word_embeddings=False)
     params = jax.tree.map(lambda x: x, lm.params)
     table = params["model"]["embed_tokens"]
@@ -467,7 +467,7 @@ def test_rows_that_are_not_finite_leave_nothing_to_those_with_windows():
 
 
 class Choice:
-    """A guide: one text, letter by letter, and then the end."""
+    """A guide that allows one sequence of tokens, then the end."""
 
     def __init__(self, tokens):
         self.left = list(tokens)
@@ -482,8 +482,8 @@ class Choice:
 
 
 @pytest.mark.parametrize("host", ["1GiB", 0])
-def test_a_guide_says_what_may_come(host):
-    """Beside others, and though its memory is given to them."""
+def test_guides_constrain_tokens(host):
+    """Next to other requests, and with preemption."""
     engine, texts = engine_of(host_memory=host), [[5, 60, 31, 32, 7] * 3, [0, 33, 7] * 3]
     more = {"eos_token_ids": (), "temperature": 1.0}
     guided = [
@@ -498,7 +498,7 @@ def test_a_guide_says_what_may_come(host):
     assert all(len(each.tokens) == 100 for each in others) and settled(engine)
 
 
-def test_a_program_that_fails_ends_all_requests(monkeypatch):
+def test_a_failing_program_ends_all_requests(monkeypatch):
     engine, ended = engine_of(), []
     for n in range(6):
         engine.submit([1, 2, n], max_new_tokens=30, callback=ended.append)
@@ -512,7 +512,7 @@ def test_a_program_that_fails_ends_all_requests(monkeypatch):
 
 
 def test_an_interrupted_step_loses_nothing(monkeypatch):
-    """What it had sent comes back with the next."""
+    """The next step collects what it had dispatched."""
     engine = engine_of()
     handles = [engine.submit(prompt, **settings) for prompt, settings in asked()[:6]]
     send, left = engine._runner.decode, iter([False, True, False, True])
@@ -530,7 +530,7 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
 
 
 @pytest.mark.rare
-def test_what_is_parked_leaves_the_device():
+def test_swapped_state_leaves_the_device():
     engine = engine_of(pages=8, prefix_cache=False)
     late = engine.submit([1] * 40, max_new_tokens=60)
     until(engine, lambda: len(late.tokens) >= 4)
@@ -546,7 +546,7 @@ def test_what_is_parked_leaves_the_device():
     assert len(late.tokens) == 60 and settled(engine)
 
 
-def test_a_guide_or_a_callback_that_fails_ends_its_own_request():
+def test_a_failing_guide_or_callback_ends_its_request_only():
     engine = engine_of()
 
     def callback(handle):
@@ -575,7 +575,7 @@ def test_streams_of_several_requests():
 
 
 def test_threads_step_one_engine():
-    """Some run, some stream, and each is given all of its own."""
+    """Some run, some stream, and each thread gets all its output."""
     engine = engine_of()
     requests, wanted = asked()[:8], alone("raw")
 
@@ -594,14 +594,14 @@ def test_threads_step_one_engine():
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
-def test_steps_that_are_sent_ahead(ahead):
+def test_prefetched_steps(ahead):
     engine = engine_of(ahead=ahead)
     handles = in_any_order(engine, asked()[:16], seed=ahead, cancels=0)
     assert [told(handles[n]) for n in range(16)] == alone("raw")[:16] and settled(engine)
 
 
 def test_a_service_serves_its_readers():
-    """Many at once, from another thread than the engine's; one that goes away gives its row up."""
+    """Many readers in another thread than the engine's. A reader that stops frees its row."""
     engine, requests = engine_of(), asked()[:12]
 
     async def read(service, number):
@@ -640,8 +640,8 @@ def test_a_service_serves_its_readers():
     assert settled(engine)
 
 
-def test_the_youngest_gives_its_pages_away():
-    """Of those that come after the one that needs them."""
+def test_the_newest_request_is_preempted():
+    """Among the requests after the one that needs pages."""
     engine = engine_of(prefix_cache=False)
     handles = [engine.submit(list(range(48)), max_new_tokens=100) for _ in range(3)]
     until(engine, lambda: any(handle.preemptions for handle in handles))
@@ -685,8 +685,8 @@ def test_it_works_on_a_mesh(policy):
 @pytest.mark.rare
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("policy", ["raw", "int8"])
-def test_programs_leave_the_pools_where_they_are(policy, exact):
-    """Updated in place, of a pool that is much larger than all rows' texts."""
+def test_programs_update_pools_in_place(policy, exact):
+    """The pool is much larger than what all rows use."""
     engine, sent = engine_of(policy, pages=400, exact=exact), {}
     dispatch, runner = engine._runner.dispatch, engine._runner
 
@@ -711,7 +711,7 @@ def test_programs_leave_the_pools_where_they_are(policy, exact):
 
 @pytest.mark.rare
 def test_two_thousand_requests():
-    """Nothing is compiled, nothing is left: arrays on the device, pages, or memory of the host."""
+    """Nothing is compiled, and no device array, page or host memory leaks."""
     engine, meter = engine_of(host_memory=100_000), Timer()
     engine.compile()
     requests = [asked()[number % 64] for number in range(2000)]
@@ -745,14 +745,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_be_is_refused(name):
+def test_invalid_requests(name):
     settings, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         engine_of().submit([1, 2, 3], **settings)
 
 
-def test_a_row_without_a_request_has_no_controls():
-    """They would switch filters on for the other rows."""
+def test_a_finished_row_has_neutral_parameters():
+    """Otherwise it would switch filters on for other rows."""
     engine = engine_of()
     request = engine.check(
         [1, 2, 3], max_new_tokens=9, min_new_tokens=2, temperature=0.7, top_k=3, top_p=0.5,
@@ -774,7 +774,7 @@ def test_a_row_without_a_request_has_no_controls():
 
 @pytest.mark.rare
 def test_the_last_new_token_needs_no_position():
-    """Nor a page: the pool has those of ``MOST`` tokens alone."""
+    """Nor a page: the pool has pages for ``MOST`` tokens only."""
     lm = lettered()
     engine = engine_of(rows=1, pages=MOST // 16)
     for held, new in ((MOST - 12, 13), (MOST, 1)):
@@ -789,9 +789,9 @@ def test_the_last_new_token_needs_no_position():
 
 
 @pytest.mark.rare
-def test_log_probabilities_of_prompts():
-    """Those of the uncached pass, and to the last bit what each request gets alone, though others
-    have read its beginning, and it may have given its pages away in between."""
+def test_prompt_logprobs():
+    """They match the uncached pass, and bitwise the request alone, though its prefix is cached and
+    it may be preempted."""
     lm, engine = lettered(), engine_of()
     some = [(prompt, {**settings, "max_new_tokens": 40}) for prompt, settings in asked()[:9]]
     told_too = [{"prompt_logprobs": 2}, {}, {"prompt_logprobs": 0}]
@@ -820,8 +820,8 @@ def test_log_probabilities_of_prompts():
 
 
 @pytest.mark.rare
-def test_scores_of_a_prompt_stay_while_it_is_read_again():
-    """Of a request that gave its pages away, and is computed again."""
+def test_prompt_logprobs_stay_while_they_are_computed_again():
+    """The request is preempted and computed again."""
     few: dict[str, Any] = {"pages": 5, "decode_rounds": 2, "host_memory": 0, "prefill_chunk": 16}
     limits = InferenceLimits(max_batch_size=2, max_seq_len=64)
     engine = kvjax.Engine(lettered(), kvjax.policy("paged", page_size=16), limits, **few)
@@ -836,8 +836,8 @@ def test_scores_of_a_prompt_stay_while_it_is_read_again():
         assert after[: len(before)] == before
 
 
-def test_pools_take_what_there_is(monkeypatch):
-    """Of a device that has no room for all that all rows can need."""
+def test_pools_use_the_available_memory(monkeypatch):
+    """The device cannot hold all rows at full length."""
 
     def default():
         return kvjax.Engine(lettered(), POLICIES["raw"], limits)
@@ -856,7 +856,7 @@ def test_pools_take_what_there_is(monkeypatch):
     assert 0.4 * all_rows < found[1] <= 0.5 * all_rows
 
 
-def test_engines_that_can_not_be():
+def test_invalid_engines():
     lm = lettered()
     for given, words in {
         "step_tokens": ({"step_tokens": 3}, "step_tokens must be an integer >= 36"),

@@ -1,5 +1,5 @@
-"""Beam searches in an engine: the texts of ``generate``, whatever goes on beside them; all pages
-come back. The best of several samples."""
+"""Beam searches in an engine give the results of ``generate``, next to any other requests, and
+leak no page. The best of several samples."""
 
 import functools
 import random
@@ -40,7 +40,7 @@ def engine(policy="raw", **more):
 
 
 @pytest.mark.parametrize("policy", ["raw", *RARE])
-def test_texts_and_scores_are_those_of_generate(policy):
+def test_results_match_generate(policy):
     mine = engine(policy, pages=40)
     for way in WAYS:
         given = {"cache": POLICIES[policy], "max_len": MOST, "prefill_chunk": CHUNK}
@@ -77,7 +77,7 @@ def ordinary():
 
 
 @pytest.mark.rare
-def test_searches_and_others_are_what_they_are_alone():
+def test_searches_and_other_requests_match_each_alone():
     searches = [WIDE, WIDE | {"num_beams": 2, "n": 2, "max_new_tokens": 40}]
     quiet = engine()
     alone = [told(quiet.run([prompt], **settings)[0]) for prompt, settings in ordinary()]
@@ -104,7 +104,7 @@ def test_searches_and_others_are_what_they_are_alone():
 
 
 @pytest.mark.rare
-def test_a_search_that_gives_its_pages_away_begins_again():
+def test_a_preempted_search_starts_over():
     mine, (prompt, settings) = engine(), ordinary()[2]
     wanted = mine.run([PROMPT], **WIDE)[0].beam_results
     other = mine.run([prompt], **settings | {"max_new_tokens": 192 - len(prompt)})[0]
@@ -118,7 +118,7 @@ def test_a_search_that_gives_its_pages_away_begins_again():
 
 
 @pytest.mark.rare
-def test_a_search_ends_in_its_middle():
+def test_a_search_that_is_cancelled_or_fails():
     mine = engine()
     search = mine.submit(PROMPT, **WIDE)
     until(mine, lambda: mine.stats().used[0] > 5)
@@ -136,7 +136,7 @@ def test_a_search_ends_in_its_middle():
 
 
 @pytest.mark.slow
-def test_the_best_of_several_samples_are_those_of_generate():
+def test_best_of_matches_generate():
     settings = {"n": 2, "seed": 3, "temperature": 0.8, "max_new_tokens": 8, "eos_token_ids": []}
     wanted = kvjax.generate(one_layer(), [PROMPT], best_of=4, **settings)
     found = engine().best_of(PROMPT, 4, **settings)
@@ -156,7 +156,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_can_not_be_is_refused(name):
+def test_invalid_searches(name):
     settings, words = BAD[name]
     with pytest.raises(ValueError, match=words):
         engine_of(rows=5 if name == "ends" else 4, lm=one_layer()).submit(PROMPT, **settings)
@@ -166,12 +166,12 @@ def test_what_can_not_be_is_refused(name):
 
 
 class Thirds(Anything):
-    """What allows a token in three, by the one before, or a few; and what ends a text."""
+    """Allows a third of the tokens, depending on the last one, or a few; and the end token."""
 
     def allowed(self):
         last = self.tokens[-1] if self.tokens else 0
         every = np.arange(32 * self.words) % 3 == last % 3
-        every[10 + last % 5 :] &= last % 4 > 0  # fewer than are told
+        every[10 + last % 5 :] &= last % 4 > 0  # fewer than are reported
         every[7] = len(self.tokens) > 3
         return np.packbits(every, bitorder="little").view(np.uint32)
 
@@ -179,7 +179,7 @@ class Thirds(Anything):
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", *RARE])
 def test_beams_keep_to_guides(policy):
-    """As of ``generate``, beside others; the given guide goes along the best text."""
+    """As in ``generate``, next to other requests; the given guide accepts the best sequence."""
     mine = engine(policy, pages=40)
     given = {"cache": POLICIES[policy], "max_len": MOST, "prefill_chunk": CHUNK}
     some = {"eos_token_ids": [7], "max_new_tokens": 16}
@@ -197,7 +197,7 @@ def test_beams_keep_to_guides(policy):
         assert other.tokens == plain.tokens[0]
 
 
-def test_a_guide_that_fails_ends_its_own_search():
+def test_a_failing_guide_ends_its_search_only():
     class Failing(Thirds):
         def accept(self, token):
             super().accept(token)
@@ -214,8 +214,8 @@ def test_a_guide_that_fails_ends_its_own_search():
         mine.submit(PROMPT, guide=once, num_beams=2)
 
 
-def test_a_guide_that_ends_too_early_says_so():
-    """As ``GrammarGuide`` does: it knows where it is asked, and lets its text end there."""
+def test_a_guide_that_ends_early_reports_it():
+    """As ``GrammarGuide``: ``allowed`` notices the problem, and allows only the end."""
 
     class Short(Thirds):
         error = None

@@ -1,4 +1,4 @@
-"""Drafts in an engine, looked up or by a model with rows of its own: no request's text changes."""
+"""Drafts in an engine, looked up or by a draft model, do not change any request's tokens."""
 
 import functools
 import math
@@ -33,7 +33,7 @@ SETTINGS = (
 
 @functools.cache
 def prompts():
-    """Of different lengths, the first and the last repeat themselves."""
+    """Prompts of different lengths; the first and the last repeat themselves."""
     rng = np.random.default_rng(3)
     some = [rng.integers(0, 61, count).tolist() for count in (11, 23, 3)]
     return [[7, 3, 9, 1] * 5, *some, [7, 3, 9, 1] * 5 + rng.integers(0, 61, 3).tolist()]
@@ -46,14 +46,14 @@ def lm():
 
 @functools.cache
 def alike(noise=0.05):
-    """The model with its weights changed a little."""
+    """The model with slightly changed weights."""
     rng = np.random.default_rng(1)
     changed = lambda x: x + noise * np.std(x) * rng.standard_normal(x.shape).astype(np.float32)  # noqa: E731
     return replace(lm(), params=jax.tree.map(changed, lm().params), source="a draft")
 
 
 def engine(policy="raw", draft=None, together=1, **more):
-    """``together``: rows that are checked in a program; on a CPU it would be one."""
+    """``together``: rows that are verified in one pass; on a CPU it would be 1."""
     found = engine_of(policy, lm=lm(), rows=ROWS, draft=draft, **more)
     found._speculative.batch_size = together
     return found
@@ -86,9 +86,9 @@ RARE = [
         *RARE,
     ],
 )
-def test_texts_are_what_they_are_without_drafts(policy, by, together):
-    """Beside others, drawn and greedy, in rows that others had before; pages are few, so requests
-    give them away. Nothing is compiled on the way."""
+def test_drafts_do_not_change_tokens(policy, by, together):
+    """Sampled and greedy requests together, in reused rows, with few pages, so that some are
+    preempted. Nothing is compiled meanwhile."""
     draft = (
         kvjax.DraftModel(alike(), cache=POLICIES[policy], adaptive=False)
         if by == "model"
@@ -112,9 +112,9 @@ def test_texts_are_what_they_are_without_drafts(policy, by, together):
 
 
 @pytest.mark.rare
-def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
-    """It is the model itself, so all that it says is right: behind prompts of several chunks, and
-    what it missed while it rested."""
+def test_the_draft_model_agrees_after_chunks_and_pauses():
+    """The draft is the model itself, so all its tokens must be accepted: after prompts of several
+    chunks, and after a pause in which it missed tokens."""
     mine = engine(draft=kvjax.DraftModel(lm(), adaptive=False), pages=40)
     text = np.random.default_rng(4).integers(0, 61, 75).tolist()
     given = {"max_new_tokens": 50, "temperature": 0.8, "eos_token_ids": ()}
@@ -128,8 +128,8 @@ def test_what_a_draft_has_read_is_what_it_would_have_read_alone():
 
 
 @pytest.mark.rare
-def test_a_draft_misses_nothing_of_a_text():
-    """It is often wrong, and proposes next what it would write behind the text itself."""
+def test_the_draft_model_reads_every_token():
+    """It is often wrong, and each time proposes its own continuation of the sequence."""
     mine, proposed = engine(draft=kvjax.DraftModel(alike(), adaptive=False), pages=40), []
     its, propose = mine._speculative._draft_runner, mine._speculative._draft_runner.propose
 
@@ -151,8 +151,8 @@ def test_a_draft_misses_nothing_of_a_text():
 
 
 @pytest.mark.rare
-def test_a_draft_without_sense_stops_nobody():
-    """Its logits are no numbers, so that it proposes nothing."""
+def test_a_draft_model_with_nan_logits():
+    """It proposes nothing, and requests continue."""
     none = replace(lm(), params=jax.tree.map(lambda x: x * np.nan, lm().params), source="none")
     mine = engine(draft=kvjax.DraftModel(none, adaptive=False), together=ROWS)
     plain, drafted = asked(mine, None), asked(mine, "engine")
@@ -163,7 +163,7 @@ def test_a_draft_without_sense_stops_nobody():
 @pytest.mark.slow
 @pytest.mark.parametrize("together", [1, pytest.param(ROWS, marks=pytest.mark.rare)])
 def test_with_guides(together):
-    """Masks go along what a model has proposed, which is fetched for that."""
+    """Token masks follow the proposed tokens, which are fetched for that."""
     mine = engine(draft=kvjax.DraftModel(lm(), 3, adaptive=False), together=together)
     texts = [[3, 9, 1, 5, 8], [2, 4, 6, 8]]
     handles = [
@@ -188,8 +188,8 @@ def test_it_works_on_a_mesh():
 
 @pytest.mark.rare
 @pytest.mark.parametrize("together", [1, ROWS])
-def test_programs_leave_pools_where_they_are(together, monkeypatch):
-    """Those of the model, and those of the draft, of pools that are larger than all texts."""
+def test_programs_update_pools_in_place(together, monkeypatch):
+    """Both models' programs; the pools are larger than what rows use."""
     fewer = draft_model.draft_pool_config
     monkeypatch.setattr(
         draft_model,
@@ -222,7 +222,7 @@ def test_programs_leave_pools_where_they_are(together, monkeypatch):
             assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 
 
-def test_drafts_rest_by_what_they_save():
+def test_drafts_pause_when_they_save_no_time():
     price, alone = draft_cost("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
     drafts = DraftState(DraftPlan(kvjax.PromptLookup(shortest=1), price), text)
@@ -258,9 +258,9 @@ def test_drafts_rest_by_what_they_save():
 
 
 @pytest.mark.slow
-def test_rows_draft_together_or_not_at_all():
-    """For the pass of the others takes no less without one of them. A row whose draft is being
-    checked waits for that though others come: how long it is shows when that is back."""
+def test_all_rows_draft_or_none():
+    """One row less does not make a pass cheaper. A row whose draft is being verified waits for it,
+    also when other requests come, since its length is not known before."""
     mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
     drafted = lambda: mine.stats().drafted_tokens  # noqa: E731
     first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
@@ -285,7 +285,7 @@ def test_rows_draft_together_or_not_at_all():
 
 
 @pytest.mark.slow
-def test_what_requests_are_drafted_by():
+def test_the_draft_of_a_request():
     draft = kvjax.DraftModel(alike(), adaptive=False)
     mine, other = engine(draft=draft), engine(draft="lookup")
     by = lambda engine, **more: engine.submit([1, 2], max_new_tokens=4, **more).request.draft_plan  # noqa: E731
@@ -318,7 +318,7 @@ def test_what_requests_are_drafted_by():
         ("all", "draft is 'all'"),
     ],
 )
-def test_drafts_that_an_engine_can_not_have(draft, words):
+def test_invalid_drafts(draft, words):
     if isinstance(draft, dict):
         draft = replace(lm(), params=draft)
     with pytest.raises(ValueError, match=words):
@@ -327,8 +327,8 @@ def test_drafts_that_an_engine_can_not_have(draft, words):
         engine(draft=alike(), prefill_chunk="x")
 
 
-def test_a_draft_takes_its_part_of_the_device():
-    """Its pages, and parameters that are not the model's; the model's pages are so many fewer."""
+def test_pools_leave_room_for_the_draft_model():
+    """Its pages and its own parameters take memory from the model's pages."""
     own, shared = (engine(draft=draft)._speculative._draft_runner for draft in (alike(), lm()))
     cache = tree_bytes(shared._runner.prefixes.pool.bodies)
     assert shared.nbytes == cache and own.nbytes == cache + tree_bytes(lm().params)

@@ -80,8 +80,8 @@ class BeamSearchState:
         self._history = History(self.width)
         self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
-        # The guides have not accepted the tokens of ``_pending`` yet.
         self._guides: BeamGuides | None = None
+        # The last step, which the guides must still accept:
         self._pending: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._mask_words = 0
 

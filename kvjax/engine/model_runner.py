@@ -145,25 +145,24 @@ class ModelRunner:
         padded[0, :count] = tokens
         if mask is not None:
             allowed[0] = mask
-        fields: dict[str, Any] = {
-            "rows": rows,
-            "tokens": padded,
-            "lengths": np.array([count], np.int32),
-            "starts": np.array([start], np.int32),
-            "tables": self.tables_of(rows),
-            "fresh": np.array([fresh]),
-            "ends": np.array([last]),
-            "forced": np.array([forced], np.int32),
-            "allowed": allowed,
-            "params": self.sampling_state.copy(rows),
-        }
+        inputs = PrefillInputs(
+            rows=rows,
+            tokens=padded,
+            lengths=np.array([count], np.int32),
+            starts=np.array([start], np.int32),
+            tables=self.tables_of(rows),
+            fresh=np.array([fresh]),
+            ends=np.array([last]),
+            forced=np.array([forced], np.int32),
+            allowed=allowed,
+            params=self.sampling_state.copy(rows),
+        )
         padded_next: np.ndarray | None = None
         if next_tokens is not None:
             padded_next = np.zeros_like(padded)
             padded_next[0, : len(next_tokens)] = next_tokens
-        inputs, model = PrefillInputs(**fields), self.lm.architecture
         output: ProgramOutput = self.dispatch(
-            programs.prefill, model, self.params, inputs, padded_next
+            programs.prefill, self.lm.architecture, self.params, inputs, padded_next
         )
         return output
 

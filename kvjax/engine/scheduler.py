@@ -161,9 +161,12 @@ class Scheduler:
         return True
 
     def _ensure_free(self, seq: RunningSequence, missing: Callable[[], list[int]]) -> bool:
-        """Free the ``missing`` pages of each pool for a sequence. Evicts cached prefixes, then
-        preempts sequences that come after it, last first. If there are none, it is preempted itself
-        and the result is False; a sequence that runs alone gets the whole pool instead."""
+        """Free the ``missing`` pages of each pool for a sequence.
+
+        Cached prefixes are evicted first. Then later sequences are preempted, the last one first.
+        If there are none, the sequence itself is preempted, and the result is False. A sequence
+        that runs alone gets the whole pool.
+        """
         while not self._cache_manager.ensure_free(missing()):
             later = [x for x in self.running if rank(x.handle) > rank(seq.handle)]
             if later:

@@ -84,7 +84,7 @@ class Service:
         self._wake.set()
 
     def forget(self, handle: Handle) -> None:
-        """Drop the output of a request that has no reader, and cancel it if it has not ended."""
+        """Drop the output of a request that has no reader, and cancel it if it still runs."""
         self._queues.pop(handle, None)
         if not handle.done:
             self.cancel(handle)
@@ -119,7 +119,7 @@ class Service:
         return handle
 
     async def stop(self) -> None:
-        """Stop after the current step. Requests that have not ended raise ``StoppedError``."""
+        """Stop after the current step. Readers of unfinished requests get ``StoppedError``."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():

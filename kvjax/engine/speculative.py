@@ -159,8 +159,7 @@ class SpeculativeDecoder:
             counts[place], starts[place] = count, seq.length
         allowed = runner.full_masks(size * width).reshape(size, width, -1)
         tables, params = runner.tables_of(rows), runner.sampling_state.for_rows(rows)
-        fields: Any = rows, tokens, counts, starts, tables, allowed, params
-        return VerifyInputs(*fields), places
+        return VerifyInputs(rows, tokens, counts, starts, tables, allowed, params), places
 
     def _dispatch(self, inputs: VerifyInputs) -> ProgramOutput:
         runner = self._runner
