@@ -107,7 +107,8 @@ class BeamSearchState:
     def add_candidates(self, scores: Scores, at: int, beam: int) -> bool:
         """Add a beam's likeliest next tokens, entry ``at`` of ``Scores`` on the host; take a step
         once all active beams have theirs. Returns whether the search has ended."""
-        self._candidates[beam] = scores.ids[at, 0], scores.likeliest[at, 0]
+        ids, likeliest = np.asarray(scores.ids[at, 0]), np.asarray(scores.likeliest[at, 0])
+        self._candidates[beam] = ids, likeliest
         if len(self._candidates) == len(self.active):
             self._step()
         return bool(self._state.done.all())

@@ -145,22 +145,23 @@ class ModelRunner:
         padded[0, :count] = tokens
         if mask is not None:
             allowed[0] = mask
-        inputs = PrefillInputs(
-            rows=rows,
-            tokens=padded,
-            lengths=np.array([count], np.int32),
-            starts=np.array([start], np.int32),
-            tables=self.tables_of(rows),
-            fresh=np.array([fresh]),
-            ends=np.array([last]),
-            forced=np.array([forced], np.int32),
-            allowed=allowed,
-            params=self.sampling_state.copy(rows),
-        )
+        arrays: dict[str, Any] = {
+            "rows": rows,
+            "tokens": padded,
+            "lengths": np.array([count], np.int32),
+            "starts": np.array([start], np.int32),
+            "tables": self.tables_of(rows),
+            "fresh": np.array([fresh]),
+            "ends": np.array([last]),
+            "forced": np.array([forced], np.int32),
+            "allowed": allowed,
+            "params": self.sampling_state.copy(rows),
+        }
         padded_next: np.ndarray | None = None
         if next_tokens is not None:
             padded_next = np.zeros_like(padded)
             padded_next[0, : len(next_tokens)] = next_tokens
+        inputs = PrefillInputs(**arrays)
         output: ProgramOutput = self.dispatch(
             programs.prefill, self.lm.architecture, self.params, inputs, padded_next
         )
@@ -189,7 +190,8 @@ class ModelRunner:
                 if mask is not None:
                     allowed[place] = mask
         tables, params = self.tables_of(rows), self.sampling_state.for_rows(rows)
-        inputs = DecodeInputs(rows, lengths, rounds_of, tables, forced, allowed, params)
+        arrays: Any = rows, lengths, rounds_of, tables, forced, allowed, params
+        inputs = DecodeInputs(*arrays)
         output = self.dispatch(
             programs.decode, self.lm.architecture, self.params, inputs, exact=self.exact
         )

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jaxtyping import Bool, Float, Int, PyTree, UInt
+from jaxtyping import Float, Int, PyTree, UInt
 
 from kvjax.attention.paths import ragged_batches
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
-from kvjax.core.typing import Array, Counts, PerRow, RowMask, Tokens
+from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
@@ -38,7 +37,6 @@ size."""
 
 LayerGroups = tuple[tuple[int, ...], ...]
 """For each cache group, the numbers of its layers; static."""
-HostMask = Bool[Array | np.ndarray, " batch"]
 
 
 @pytree_dataclass
@@ -82,15 +80,15 @@ class PrefillInputs:
     it is already known, else -1; ``allowed``: token mask of the first new token.
     """
 
-    rows: Counts
+    rows: PerRow
     tokens: Tokens
-    lengths: Counts
-    starts: Counts
-    tables: tuple[Array | np.ndarray, ...]
-    fresh: HostMask
-    ends: HostMask
-    forced: Counts
-    allowed: UInt[Array | np.ndarray, "rows words"]
+    lengths: PerRow
+    starts: PerRow
+    tables: tuple[Array, ...]
+    fresh: RowMask
+    ends: RowMask
+    forced: PerRow
+    allowed: Allowed
     params: RowParams
 
 
@@ -103,12 +101,12 @@ class DecodeInputs:
     max_rounds], tokens that are already known, else -1; ``allowed``: token mask of the first round.
     """
 
-    rows: Counts
-    lengths: Counts
-    rounds: Counts
-    tables: tuple[Array | np.ndarray, ...]
-    forced: Int[Array | np.ndarray, "rows max_rounds"]
-    allowed: UInt[Array | np.ndarray, "rows words"]
+    rows: PerRow
+    lengths: PerRow
+    rounds: PerRow
+    tables: tuple[Array, ...]
+    forced: Int[Array, "rows max_rounds"]
+    allowed: Allowed
     params: RowParams
 
 
@@ -121,12 +119,12 @@ class VerifyInputs:
     ``tables``: as in ``PrefillInputs``; ``allowed``: token mask after each of ``tokens``.
     """
 
-    rows: Counts
+    rows: PerRow
     tokens: Tokens
-    count: Counts
-    starts: Counts
-    tables: tuple[Array | np.ndarray, ...]
-    allowed: UInt[Array | np.ndarray, "rows places words"]
+    count: PerRow
+    starts: PerRow
+    tables: tuple[Array, ...]
+    allowed: UInt[Array, "rows places words"]
     params: RowParams
 
 

@@ -159,7 +159,8 @@ class SpeculativeDecoder:
             counts[place], starts[place] = count, seq.length
         allowed = runner.full_masks(size * width).reshape(size, width, -1)
         tables, params = runner.tables_of(rows), runner.sampling_state.for_rows(rows)
-        return VerifyInputs(rows, tokens, counts, starts, tables, allowed, params), places
+        arrays: Any = rows, tokens, counts, starts, tables, allowed, params
+        return VerifyInputs(*arrays), places
 
     def _dispatch(self, inputs: VerifyInputs) -> ProgramOutput:
         runner = self._runner
