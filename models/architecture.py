@@ -66,12 +66,12 @@ FAMILIES: dict[type, type[Frame]] = {
 
 
 Params = dict[str, Any]
-"""Nested dicts of arrays; the keys on the way to one are the parts of its name."""
+"""Nested dicts of arrays. The keys on the path to an array are the parts of its name."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without its parameters: hashable, so it can be a static argument of ``jit``."""
+    """A model without its parameters: hashable, a static argument of ``jit``."""
 
     config: Config
 
@@ -89,24 +89,23 @@ class Architecture:
         """Run the model.
 
         Args:
-          params: nested dict of arrays, as ``load`` and ``init_params`` give it.
-          tokens: int32[batch, new], right-padded where rows differ.
-          cache: what came before; None runs the training pass.
-          lengths: int32[batch], real tokens of this call, a row; by default all.
-          last_only: logits of each row's last real token only.
-          max_len: without a cache, the length that length-dependent rotary kinds (dynamic,
-            longrope) go by; by default ``new``. With a cache it is the cache's.
+          params: nested dict of arrays, as ``load`` and ``init_params`` return it.
+          tokens: int32[batch, new], padded on the right.
+          cache: the cache of the earlier tokens; None runs the training pass.
+          lengths: int32[batch], the number of real tokens in each row; by default all.
+          last_only: return only the logits of each row's last real token.
+          max_len: without a cache, the length for length-dependent rotary frequencies (dynamic,
+            longrope); by default ``new``. With a cache, the cache's length is used.
 
         Returns:
           float32[batch, new, vocab] (``[batch, 1, vocab]`` with ``last_only``), and, if a cache
-          was given, the cache with the new tokens in it. Where tokens are traced, one that the
-          vocabulary has not makes the logits NaN from there on, or, with a cache, sets the status
-          ``NO_SUCH_TOKEN``.
+          was given, the updated cache. A traced token id outside the vocabulary makes the logits
+          NaN from that token on, and, with a cache, sets the status ``NO_SUCH_TOKEN``.
 
         Raises:
-          ValueError: if a token that is not traced is not in the vocabulary, the shapes of tokens
-            and cache do not fit, ``params`` lack a tensor, or there are more tokens than a model
-            with learned positions has.
+          ValueError: if a concrete token id is outside the vocabulary, the shapes of tokens and
+            cache do not match, a tensor is missing in ``params``, or there are more tokens than a
+            model with learned positions has positions.
         """
         if is_traced(last_only):
             raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
@@ -167,26 +166,29 @@ class Architecture:
 
     @property
     def encodes(self) -> bool:
-        """Whether the model has an encoder, which reads a text before the decoder writes one."""
+        """Whether the model has an encoder."""
         return isinstance(self.config, T5Config)
 
     def read(self, params: Params, tokens: Tokens, lengths: Counts, source: KVCache) -> KVCache:
-        """Run the encoder, once for a text: ``source``, an empty cache with a row for each, with
-        the keys and values that the decoder attends to across. As ``params["source"]``, ``apply``
-        goes by it. Differentiable, where ``source`` is raw.
+        """Run the encoder once per text, and store the keys and values for cross-attention.
 
         Args:
           params: nested dict of arrays.
-          tokens: int32[batch, new], right-padded.
-          lengths: int32[batch], real tokens a row.
-          source: of ``init_cache(config, ...)``, with room for ``new`` tokens.
+          tokens: int32[batch, new], padded on the right.
+          lengths: int32[batch], the number of real tokens in each row.
+          source: an empty cache from ``init_cache(config, ...)`` that fits ``new`` tokens, with a
+            row for each text.
+
+        Returns:
+          The filled ``source``. Pass it to ``apply`` as ``params["source"]``. Differentiable if its
+          codecs are ``Raw``.
 
         Raises:
-          ValueError: if the model has no encoder, the source has not that room or has texts, or a
-            token that is not traced is not in the vocabulary (where traced: its status).
+          ValueError: if the model has no encoder, ``source`` is not empty or too small, or a
+            concrete token id is outside the vocabulary. A traced one sets the cache's status.
         """
         if not self.encodes:
-            raise ValueError("the model has no encoder: what it reads is its prompt")
+            raise ValueError("the model has no encoder: give the tokens as its prompt")
         tokens = jnp.asarray(tokens)
         if tokens.shape != (source.batch, tokens.shape[-1]) or tokens.shape[1] > source.max_len:
             raise ValueError(
@@ -194,7 +196,7 @@ class Architecture:
                 f"room for {source.max_len} tokens"
             )
         if not is_traced(source.length) and jnp.any(source.length > 0):
-            raise ValueError("the source has texts already: an encoder fills an empty cache")
+            raise ValueError("the source already contains tokens: an encoder fills an empty cache")
         wrong = unknown_tokens(tokens, lengths, self.config.vocab_size)
         graph, empty = _split(self.config)
         module: Any = nnx.merge(graph, _restore(empty, params))
@@ -209,7 +211,7 @@ class Architecture:
         """The sharding of each parameter over a mesh: see ``kvjax.models.sharding``.
 
         Raises:
-          ValueError: if the mesh has other axes than ``kvjax.make_mesh`` gives it.
+          ValueError: if the mesh does not have the axes of ``kvjax.make_mesh``.
         """
         config = self.config
         return param_shardings(
@@ -265,36 +267,40 @@ def _restore(empty: Any, params: Params) -> Any:
 
 
 _OF_LAYERS = ("windows", "rope_layers")
-"""Fields of configurations that have an entry a layer."""
+"""Fields of configurations that have one entry per layer."""
 
 
 def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
-    """The model that is left when a model of ``kvjax.models`` ends behind its first layers, with
-    its own last norm and head: a draft that needs no weights of its own, as the arrays are the
-    same.
+    """A model that consists of a model's first layers, its final norm and its head. It shares the
+    arrays of ``lm``, so it is a draft model without weights of its own.
 
     Source: Elhoushi et al., LayerSkip, arXiv:2404.16710; Zhang et al., arXiv:2309.08168.
 
     Args:
-      lm: the model.
-      layers: how many, fewer than it has.
+      lm: a model of ``kvjax.models``.
+      layers: how many layers to keep, fewer than the model has.
 
     Raises:
-      ValueError: if it has not so many; if its later layers read what earlier ones keep, or it has
-        an encoder; if it is none of ``kvjax.models``.
+      ValueError: if the model does not have more layers than that; if its layers share keys and
+        values, or it has an encoder; if it is not a model of ``kvjax.models``.
+
+    Example:
+      ``kvjax.generate(lm, prompts, draft=kvjax.DraftModel(first_layers(lm, 4)))``
     """
     architecture = lm.architecture
     if not isinstance(architecture, Architecture):
-        raise ValueError("first_layers is of models of kvjax.models: of one of your own, make it")
+        raise ValueError(
+            "first_layers needs a model of kvjax.models; build a shorter model yourself"
+        )
     config: Any = architecture.config
     if isinstance(config, SharingConfig | T5Config):
         raise ValueError(
-            f"a {config.model_type} has no model of its first layers: its layers go by others"
+            f"first_layers does not support {config.model_type}: its layers depend on each other"
         )
     count = as_int("layers", layers, 1)
     if count >= config.num_hidden_layers:
         raise ValueError(
-            f"layers is {count}, and the model has {config.num_hidden_layers}: give fewer"
+            f"layers is {count}, and must be less than the model's {config.num_hidden_layers}"
         )
     cut: dict[str, Any] = {
         name: getattr(config, name)[:count] for name in _OF_LAYERS if hasattr(config, name)
@@ -307,7 +313,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
 
 
 def _like(names: Any, params: Any) -> Any:
-    """The parameters of these names."""
+    """The parameters with these names."""
     if not isinstance(names, dict):
         return params
     return {name: _like(node, params[name]) for name, node in names.items()}

@@ -1,29 +1,30 @@
-"""The models' configurations: frozen and hashable, so that they can be static arguments."""
+"""Model configurations: frozen and hashable, so that they can be static arguments of ``jit``."""
 
 import re
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""What models compute in."""
+"""The dtypes that models can compute in."""
 
 NARROWED = {"float64": "float32"}
-"""Other dtypes of stored weights, and the dtypes that they are read as."""
+"""Stored dtypes that are converted when weights are read."""
 
 Parameter = float | int | bool | tuple[float, ...] | None
 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How a family's tensors are named in files.
+    """How the tensors of a model family are named in files.
 
-    ``prefix``: what the names of a model saved without its head lack.
-    ``embedding``: what a tied ``lm_head.weight`` is the same as.
-    ``buffers``: tensors that older files hold and Transformers ignores too.
-    ``transposed``: tensors stored [in, out].
-    ``renamed``: what stands otherwise in names of files, and what it is here.
-    ``written``: the same for names that are written.
-    ``experts``: how files have them, if there are any: see ``models/moe.py``.
+    Attributes:
+      prefix: the prefix that is missing in files of a model without its head.
+      embedding: the tensor that a tied ``lm_head.weight`` equals.
+      buffers: tensors of older files that are ignored, as in Transformers.
+      transposed: tensors that files store as [in, out].
+      renamed: pattern and replacement for names that are read.
+      written: pattern and replacement for names that are written.
+      experts: how files store expert weights, see ``models/moe.py``; None without experts.
     """
 
     prefix: str
@@ -37,10 +38,10 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions: the kind, and the kind's own parameters under their ``config.json`` names.
+    """A kind of rotary position embedding and its parameters, named as in ``config.json``.
 
-    ``parameters`` is sorted by name, and holds the context length before scaling
-    (``original_max_position_embeddings``) for every kind that goes by one.
+    ``parameters`` is sorted by name. It contains the context length before scaling
+    (``original_max_position_embeddings``) for every kind that depends on it.
     """
 
     kind: str = "default"
@@ -49,14 +50,14 @@ class RopeConfig:
     parameters: tuple[tuple[str, Parameter], ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Channels of a head that are rotated, the first ones."""
-        # The kind `proportional` turns the rest by angles of 0.
+        """How many channels of a head are rotated, counted from the first."""
+        # The kind `proportional` rotates the other channels by an angle of 0.
         part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor
         return int(head_dim * part)
 
     def context(self, max_position_embeddings: int) -> int:
-        """Tokens of the texts that such positions are for: ``max_position_embeddings``, but where
-        configs keep there what came before the scaling."""
+        """The context length after scaling. For yarn and dynamic, ``max_position_embeddings`` can
+        be the length before scaling."""
         parameters: Any = dict(self.parameters)
         if self.kind not in ("yarn", "dynamic"):
             return max_position_embeddings
@@ -64,7 +65,7 @@ class RopeConfig:
         return max(max_position_embeddings, int(trained * parameters.get("factor", 1.0)))
 
     def same_at(self, max_len: int, other: int, max_position_embeddings: int) -> bool:
-        """Whether texts of up to these two lengths have the same frequencies."""
+        """Whether sequences of up to these two lengths use the same frequencies."""
         if self.kind == "longrope":
             trained: Any = dict(self.parameters)["original_max_position_embeddings"]
             return (max_len > trained) == (other > trained)
@@ -75,17 +76,22 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder with rotary positions, and what it does. Names are those of ``config.json``.
+    """A decoder with rotary positions. Fields are named as in ``config.json`` where it has them.
 
-    ``qk_norm``: queries and keys are normed, a head at a time, or with ``qk_norm_joint`` all heads
-    together. ``rope``: rotary positions;
-    ``local_rope``: of the layers that have a window, where those have others. ``windows``: one a
-    layer; the query at ``p`` sees positions above ``p - window``, None all. ``dtype``: what the
-    model computes in and, by default, what its cache holds. ``norm_offset``: norms scale by
-    ``norm_offset + weight``; ``wide_norms``: they scale in float32, as those with an offset do.
-    ``pre_norms``: a layer's parts are normed before; ``post_norms``: behind.
-    ``scale_embeddings``: by the root of their width. ``query_pre_attn_scalar``: scores are divided
-    by its root, and by that of ``head_dim`` where it is None. Of the soft caps, None is none.
+    Attributes:
+      qk_norm: whether queries and keys are normalized, each head on its own.
+      qk_norm_joint: whether that norm spans all heads.
+      rope: rotary positions.
+      local_rope: rotary positions of layers with a window; None if they are the same.
+      windows: the window of each layer. The query at position ``p`` sees positions above
+        ``p - window``; None sees all.
+      dtype: the dtype of computation and, by default, of the cache.
+      norm_offset: norms scale by ``norm_offset + weight``.
+      wide_norms: whether norms scale in float32. Norms with an offset always do.
+      pre_norms, post_norms: whether attention and feed-forward are normalized before and after.
+      scale_embeddings: whether embeddings are multiplied by the square root of their width.
+      query_pre_attn_scalar: scores are divided by its square root; None means ``head_dim``.
+      attn_logit_softcapping, final_logit_softcapping: soft caps; None disables them.
     """
 
     model_type: str
@@ -127,22 +133,22 @@ class DecoderConfig:
 
     @property
     def per_layer_config(self) -> "tuple[DecoderConfig, ...]":
-        """The configuration of each layer: they are alike but in families that say otherwise."""
+        """The configuration of each layer. Only some families have layers that differ."""
         return (self,) * self.num_hidden_layers
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model has: rotary ones do not end."""
+        """How many positions the model has: None, because rotary positions have no limit."""
         return None
 
     @property
     def context(self) -> int:
-        """Tokens of the longest texts that it was made for."""
+        """The context length that the model was trained for, in tokens."""
         return max(rope.context(self.max_position_embeddings) for rope in self.ropes)
 
     @property
     def query_scale(self) -> float:
-        """What scores are multiplied by."""
+        """The factor of attention scores."""
         scalar = self.query_pre_attn_scalar
         return (self.head_dim if scalar is None else scalar) ** -0.5
 
@@ -153,7 +159,7 @@ class DecoderConfig:
         return tuple(self.rope if window is None else local for window in self.windows)
 
     def same_rotary(self, max_len: int, other: int) -> bool:
-        """Whether caches of these two capacities turn keys by the same frequencies."""
+        """Whether caches of these two capacities rotate keys with the same frequencies."""
         trained = self.max_position_embeddings
         return all(rope.same_at(max_len, other, trained) for rope in set(self.ropes))
 
@@ -175,7 +181,7 @@ class GemmaConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """A GPT-2 model. Names are those of the Llama family where they mean the same."""
+    """A GPT-2 model. Fields have the Llama family's names where they mean the same."""
 
     model_type: str
     vocab_size: int
@@ -202,25 +208,27 @@ class GPT2Config:
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model has: each is a row of a table."""
+        """How many positions the model has: the rows of its position table."""
         return self.max_position_embeddings
 
     @property
     def context(self) -> int:
-        """Tokens of the longest texts that it was made for."""
+        """The context length that the model was trained for, in tokens."""
         return self.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Phi3Config(DecoderConfig):
-    """A model of the Phi-3 family: its projections are joined."""
+    """A model of the Phi-3 family, with fused projections."""
 
 
 @dataclass(frozen=True)
 class MoeConfig(DecoderConfig):
-    """A decoder whose feed-forward layers are mixtures of experts, but for ``dense_layers``.
+    """A decoder with mixture-of-experts feed-forward layers.
 
-    ``norm_topk_prob``: the parts of the experts that a token chose add up to 1.
+    Attributes:
+      norm_topk_prob: whether the weights of a token's experts are normalized to sum to 1.
+      dense_layers: layers with an ordinary feed-forward part.
     """
 
     _: KW_ONLY
@@ -235,7 +243,7 @@ class MoeConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class MixtralConfig(MoeConfig):
-    """A Mixtral, whose files have other names."""
+    """A Mixtral model, whose files name tensors differently."""
 
     names: ClassVar = replace(
         MoeConfig.names,
@@ -256,12 +264,14 @@ class MixtralConfig(MoeConfig):
 
 @dataclass(frozen=True)
 class Llama4Config(MoeConfig):
-    """The text part of a Llama 4. ``windows`` are chunks: a query sees its own alone.
+    """The text part of Llama 4. ``windows`` are chunk sizes: a query sees only its own chunk.
 
-    ``rope_layers``: those that have rotary positions, the others none; ``qk_unit``: there, queries
-    and keys are divided by the root of their mean square; ``temperature``: in the others, queries
-    grow with their position, by a factor and the positions that a step takes; None where they do
-    not. ``intermediate_size``: of ``dense_layers``.
+    Attributes:
+      rope_layers: whether each layer has rotary positions. The others have no positions.
+      qk_unit: whether layers with rotary positions normalize queries and keys (RMS, no weight).
+      temperature: in layers without rotary positions, queries are scaled by
+        ``1 + factor * log(1 + floor((position + 1) / step))``. This is (factor, step), or None.
+      intermediate_size: the feed-forward width of ``dense_layers``.
     """
 
     _: KW_ONLY
@@ -279,11 +289,14 @@ class Llama4Config(MoeConfig):
 
 @dataclass(frozen=True)
 class SharingConfig(DecoderConfig):
-    """What Gemma 3n and Gemma 4 have in common.
+    """The fields that Gemma 3n and Gemma 4 share.
 
-    ``inner_sizes``: of each layer's feed-forward part; ``shared_layers``: so many at the end read
-    keys and values of earlier ones. ``layer_inputs``: the width of what each layer is given of a
-    token besides, from a table of ``layer_vocab`` rows; 0 is none.
+    Attributes:
+      inner_sizes: the feed-forward width of each layer.
+      shared_layers: the number of layers, at the end, that attend to earlier layers' keys and
+        values.
+      layer_inputs: the width of the per-layer embeddings; 0 if there are none.
+      layer_vocab: the rows of the per-layer embedding table.
     """
 
     _: KW_ONLY
@@ -294,13 +307,13 @@ class SharingConfig(DecoderConfig):
 
     names: ClassVar = replace(
         DecoderConfig.names,
-        # Of layers that share, files may have keys' and values' weights, which nothing reads.
+        # Files may contain key and value weights of layers that do not use them.
         buffers=re.compile(r"(^|\.)(rotary_emb\.\w*inv_freq|self_attn\.[kv]_(proj|norm)\.\w+)$"),
     )
 
     @property
     def cache_sources(self) -> tuple[int, ...]:
-        """Of each layer, whose keys and values it reads."""
+        """For each layer, the layer whose keys and values it attends to."""
         own = self.num_hidden_layers - self.shared_layers
         last = {(window is None): n for n, window in enumerate(self.windows[:own])}
         return (*range(own), *(last[window is None] for window in self.windows[own:]))
@@ -308,12 +321,14 @@ class SharingConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class Gemma3nConfig(SharingConfig):
-    """The text part of a Gemma 3n.
+    """The text part of Gemma 3n.
 
-    ``sparsity``: of each layer's gates, how many of 1 are cut off. ``streams``: hidden states
-    beside each other, of which layers work on the ``active`` one; ``scale_corrected``: what it
-    became is scaled before it meets the input of the layer. ``laurel_rank``: of the product beside
-    attention.
+    Attributes:
+      sparsity: the share of gates that each layer sets to zero.
+      streams: the number of parallel hidden states (AltUp).
+      active: the hidden state that layers compute on.
+      scale_corrected: whether the corrected active state is scaled.
+      laurel_rank: the rank of the low-rank branch next to attention (LAuReL).
     """
 
     _: KW_ONLY
@@ -326,11 +341,13 @@ class Gemma3nConfig(SharingConfig):
 
 @dataclass(frozen=True)
 class Gemma4Config(SharingConfig):
-    """The text part of a Gemma 4.
+    """The text part of Gemma 4.
 
-    ``num_key_value_heads`` and ``head_dim`` are those of layers with a window; the others have
-    ``global_key_value_heads`` and ``global_head_dim``, and where ``keys_are_values`` no projection
-    of values. ``num_experts``: 0 where there are none.
+    Attributes:
+      num_key_value_heads, head_dim: of layers with a window.
+      global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
+      keys_are_values: whether the latter have no value projection and use the keys as values.
+      num_experts: 0 if the model has no experts.
     """
 
     _: KW_ONLY
@@ -345,7 +362,7 @@ class Gemma4Config(SharingConfig):
 
     @property
     def per_layer_config(self) -> tuple[DecoderConfig, ...]:
-        """The configuration of each layer, by its heads."""
+        """The configuration of each layer, with its own heads."""
         others = replace(
             self, num_key_value_heads=self.global_key_value_heads, head_dim=self.global_head_dim
         )
@@ -354,9 +371,9 @@ class Gemma4Config(SharingConfig):
 
 @dataclass(frozen=True)
 class NeoXConfig(DecoderConfig):
-    """A GPT-NeoX model: its norms centre, with the epsilon ``rms_norm_eps``.
+    """A GPT-NeoX model. Its norms are LayerNorms with the epsilon ``rms_norm_eps``.
 
-    ``parallel_residual``: attention and feed-forward are both of what the layer was given.
+    ``parallel_residual``: whether attention and feed-forward both read the layer's input.
     """
 
     _: KW_ONLY
@@ -373,12 +390,14 @@ class NeoXConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class T5Config:
-    """A T5 model; names are those of the Llama family where they mean the same.
+    """A T5 model. Fields have the Llama family's names where they mean the same.
 
-    ``num_hidden_layers``: of the decoder, whose keys and values a cache has; ``encoder_layers``.
-    ``gated``: feed-forward layers have gates. ``scale_outputs``: what the decoder gives is divided
-    by the root of its width before the head. ``buckets``, ``max_distance``: of the biases that tell
-    positions.
+    Attributes:
+      num_hidden_layers: decoder layers, whose keys and values are cached.
+      gated: whether feed-forward layers have gates.
+      scale_outputs: whether decoder outputs are divided by the square root of their width before
+        the head.
+      buckets, max_distance: of the relative position biases.
     """
 
     model_type: str
@@ -402,24 +421,24 @@ class T5Config:
     names: ClassVar = TensorNames(
         prefix="",
         embedding="shared.weight",
-        # The decoder does not go by distances to what it attends to across.
+        # Cross-attention has no relative position bias.
         buffers=re.compile(r"EncDecAttention\.relative_attention_bias\.weight$"),
         renamed=((re.compile(r"^(en|de)coder\.embed_tokens\."), "shared."),),
     )
 
     @property
     def position_limit(self) -> int | None:
-        """Positions that the model has: distances do not end."""
+        """How many positions the model has: None, because relative positions have no limit."""
         return None
 
     @property
     def context(self) -> int | None:
-        """Tokens of the longest texts that it was made for: any."""
+        """The context length that the model was trained for: None, T5 has no such limit."""
         return None
 
     @property
     def written(self) -> dict[str, Any]:
-        """Fields of ``config.json`` that older files say by others."""
+        """Fields of ``config.json`` that older files express with other fields."""
         return {"scale_decoder_outputs": self.scale_outputs}
 
 

@@ -1,4 +1,4 @@
-"""Parts of ``config.json`` that families share, and what each has where a file says nothing."""
+"""The fields of ``config.json`` that families share, and each family's defaults."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,18 +9,21 @@ from .json_fields import Fields
 from .layers import ACTIVATIONS
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
-"""The kinds of rotary positions that Transformers has for most families here."""
+"""The rotary kinds that Transformers supports for most of these families."""
 
 
 @dataclass(frozen=True)
 class RopeForm:
-    """How a family's files tell of rotary positions.
+    """How a family's files describe rotary positions.
 
-    ``base``: what ``rope_theta`` is called outside of the parameters, and ``theta`` its default;
-    ``part``: the same of ``partial_rotary_factor``, and ``partial``. ``partial_default``: whether
-    the kind ``default`` goes by it. ``kinds``: those that the family has, ``older`` the names that
-    one of them had. ``trained``: the length before scaling, where nothing beside the parameters
-    says it; None where it may stand inside.
+    Attributes:
+      base, theta: the top-level name of ``rope_theta``, and its default.
+      part, partial: the top-level name of ``partial_rotary_factor``, and its default.
+      partial_default: whether the kind ``default`` uses that factor.
+      kinds: the kinds that the family supports.
+      older: pairs of an older name of a kind and its present name.
+      trained: the default context length before scaling, for families that read it only from the
+        top level; None if the rotary parameters may contain it.
     """
 
     base: str = "rope_theta"
@@ -34,7 +37,7 @@ class RopeForm:
 
 
 FULL, LOCAL = RopeForm(theta=1e6), RopeForm("rope_local_base_freq")
-"""Of Gemma 3's full and sliding layers."""
+"""Gemma 3's full and sliding layers."""
 
 
 def read_rope(
@@ -42,12 +45,12 @@ def read_rope(
 ) -> RopeConfig:
     """Read ``rope_parameters``, or its older forms ``rope_scaling`` and ``rope_theta``.
 
-    As in Transformers, ``rope_scaling`` goes before ``rope_parameters``, and ``rope_theta``,
-    ``partial_rotary_factor`` inside them before those beside them. A length before scaling that
-    stands outside goes before the one inside.
+    As in Transformers, ``rope_scaling`` has precedence over ``rope_parameters``, and their
+    ``rope_theta`` and ``partial_rotary_factor`` over the top-level fields. A top-level
+    ``original_max_position_embeddings`` has precedence over the one inside.
 
     Raises:
-      CheckpointError: if the kind is not known, or a parameter is missing or of a wrong form.
+      CheckpointError: if the kind is unknown, or a parameter is missing or invalid.
     """
     rope = _rope_fields(config)
     name = "original_max_position_embeddings"
@@ -64,26 +67,29 @@ def read_ropes(
     max_position_embeddings: int,
     full_head_dim: int | None = None,
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Read the rotary positions of full and of sliding layers, where these are not the same.
+    """Read the rotary positions of full and of sliding layers, for families in which they differ.
 
-    ``full_head_dim``: of full layers, where they have another one.
+    New files have ``full_attention`` and ``sliding_attention`` in ``rope_parameters``. Older files
+    have ``rope_theta`` and ``rope_scaling`` for full layers, and ``rope_local_base_freq`` for
+    sliding layers, which are not scaled.
 
-    They stand in ``rope_parameters`` under ``full_attention`` and ``sliding_attention``. The older
-    form has ``rope_theta`` and ``rope_scaling`` for full layers and ``rope_local_base_freq`` for
-    sliding ones, which are never scaled.
+    Args:
+      full_head_dim: the head dimension of full layers, if it differs.
 
     Raises:
-      CheckpointError: if a kind is not known, or a parameter is missing or of a wrong form.
+      CheckpointError: if a kind is unknown, or a parameter is missing or invalid.
     """
     both = config.inner("rope_parameters") or Fields(config.file, {}, "rope_parameters.")
     for name in both.values:
         if name not in ("full_attention", "sliding_attention"):
-            raise both.wrong(name, "nothing beside full_attention and sliding_attention")
+            raise both.wrong(name, "only full_attention and sliding_attention")
     full = _inner(both, "full_attention")
     if (scaling := _inner(config, "rope_scaling")).values:
         if full.values:
-            raise config.wrong("rope_scaling", "null beside rope_parameters.full_attention")
-        # Which of two names counts is not the same in every Transformers.
+            raise config.wrong(
+                "rope_scaling", "null, because rope_parameters.full_attention is set"
+            )
+        # Versions of Transformers disagree about which of the two names has precedence.
         if scaling.raw("rope_type") is None:
             raise scaling.wrong("rope_type", f"one of {', '.join(KINDS)}")
         full = scaling
@@ -106,12 +112,13 @@ def _read(
     head_dim: int,
     max_position_embeddings: int,
 ) -> RopeConfig:
-    """One set of parameters. ``outside``: whether the length before scaling stands there."""
+    """Read one set of parameters. ``outside``: whether the length before scaling is a top-level
+    field."""
     kind = _kind(rope, form)
     inside = rope.raw("rope_theta") is not None
     theta = rope.number("rope_theta") if inside else config.number(form.base, form.theta)
     outer = config.number(form.part, form.partial)
-    # Transformers' `default` kind of most families rotates all channels, whatever this says.
+    # In most families of Transformers, the `default` kind ignores the factor.
     whole = kind == "default" and not form.partial_default
     partial = 1.0 if whole else rope.number("partial_rotary_factor", outer)
     if kind == "proportional" and partial > 1:
@@ -150,7 +157,7 @@ def _kind(rope: Fields, form: RopeForm) -> str:
 
 
 def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
-    """The kind's own parameters; those that the kind does not read are left out."""
+    """The parameters that this kind reads."""
     if kind == "default":
         return {}
     if kind == "dynamic" and dim < 4:
@@ -181,7 +188,7 @@ def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
 
 @dataclass(frozen=True)
 class Family:
-    """What distinguishes a family: defaults of fields, and which fields it reads at all."""
+    """A family's defaults, and which optional fields it reads."""
 
     vocab_size: int = 151936
     intermediate_size: int = 22016
@@ -193,26 +200,26 @@ class Family:
     qkv_bias: bool = False
     qk_norm: bool = False
     sliding_window: str = "none"
-    """Which layers have a window where ``layer_types`` does not say; see ``_windows``."""
+    """Which layers have a window if there are no ``layer_types``; see ``_windows``."""
     hidden_size: int = 4096
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """What the field is called, and its default."""
+    """The field's name and default."""
     tie_word_embeddings: bool = False
     score_cap: float | None = None
-    """None: there is no such thing."""
+    """The default soft cap; None if the family has none."""
     final_cap: float | None = None
     two_ropes: bool = False
     norm: tuple[str, float] = ("rms_norm_eps", 1e-6)
-    """What the norms' epsilon is called, and its default."""
+    """The name and the default of the norms' epsilon."""
     rope: RopeForm = field(default_factory=RopeForm)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """What is so in every model of the family: fields of its configuration."""
+    """Configuration fields that have the same value in every model of the family."""
 
 
 def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[str, int]]:
-    """What all decoders with rotary positions have, and the sizes that these go by."""
+    """The fields of all decoders with rotary positions, and the sizes that ``read_rope`` needs."""
     hidden = config.integer("hidden_size", family.hidden_size)
     heads = config.integer("num_attention_heads", family.num_attention_heads)
     head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
@@ -242,7 +249,7 @@ def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[st
 
 
 def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
-    # null means as many as there are heads; left out, it has the family's default.
+    # null means num_attention_heads; a missing field has the family's default.
     if "num_key_value_heads" in config.values:
         default = None
     kv_heads = config.integer("num_key_value_heads", default or heads)
@@ -254,23 +261,25 @@ def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
 
 
 def read_cap(config: Fields, name: str, default: float | None) -> float | None:
-    """A soft cap: null is none; left out, it has the family's default."""
+    """A soft cap: null disables it; a missing field has the family's default."""
     if config.raw(name) is None and (default is None or name in config.values):
         return None
     return config.number(name, default)
 
 
 def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, None where it sees everything: by ``layer_types``, or by a rule.
+    """The window of each layer, None for full attention: from ``layer_types``, or from a rule.
 
-    ``rule``: which layers have one where ``layer_types`` does not say. "none"; "all"; "some":
-    where ``use_sliding_window``, those from ``max_window_layers`` on; "alternate": all but every
-    second; "pattern": all but each ``sliding_window_pattern``-th. Of families that do not read
-    ``layer_types``: "named": all, if there is a size; "used": all, where ``use_sliding_window``.
+    Args:
+      rule: which layers have a window without ``layer_types``. "none"; "all"; "some": those from
+        ``max_window_layers`` on, if ``use_sliding_window``; "alternate": all except every second;
+        "pattern": all except every ``sliding_window_pattern``-th. Families that ignore
+        ``layer_types`` use "named": all, if ``sliding_window`` is set; "used": all, if
+        ``use_sliding_window``.
     """
     if rule == "none":
         return (None,) * layers
-    # Left out, the window is 4,096 (but of "named"); null switches it off.
+    # A missing window is 4,096, except for "named"; null disables it.
     told, named = "sliding_window" in config.values, config.raw("sliding_window") is not None
     has_window = named or (not told and rule != "named")
     window = config.integer("sliding_window", 4096) if has_window else None

@@ -154,7 +154,7 @@ class Decoder(Frame):
         "q_proj": Divided.QUERIES,
         "k_proj": Divided.HEADS,
         "v_proj": Divided.HEADS,
-        "o_proj": Divided.MIXTURES,
+        "o_proj": Divided.ATTENDED,
         "gate_proj": Divided.OUTPUTS,
         "up_proj": Divided.OUTPUTS,
         "down_proj": Divided.INPUTS,

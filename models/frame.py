@@ -1,4 +1,4 @@
-"""What a call of a model is refused for: its tokens, its cache, and where they are."""
+"""The forward pass that all families share: embed, layers, head; and argument checks."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -25,11 +25,13 @@ from .sharding import Rules
 
 
 def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | None:
-    """bool[batch, new]: real tokens that a vocabulary of ``size`` has not; None where that can be
-    seen, and is so of none.
+    """Find token ids outside a vocabulary of ``size``, ignoring padding.
+
+    Returns:
+      bool[batch, new] if the tokens are traced; None if they are concrete and all are valid.
 
     Raises:
-      ValueError: if it can be seen, naming the first.
+      ValueError: if a concrete token id is invalid. The message names the first.
     """
     seen = not any(is_traced(x) for x in (tokens, lengths)) and tokens.is_fully_addressable
     numbers = np if seen else jnp
@@ -42,20 +44,20 @@ def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | 
     if np.any(wrong):
         row = int(np.argmax(np.any(wrong, axis=1)))
         raise ValueError(
-            f"token id {ids[row][wrong[row]][0]} in row {row}: the vocabulary has {size}, 0 to "
-            f"{size - 1} (what stands behind a row's lengths may be anything)"
+            f"token id {ids[row][wrong[row]][0]} in row {row}: the vocabulary has {size} ids, 0 to "
+            f"{size - 1} (padding after a row's length may be anything)"
         )
     return None
 
 
 def without_unknown(logits: Array, wrong: Array) -> Array:
-    """Logits [batch, new or 1, vocab], NaN from the first token on that is ``wrong``."""
-    behind = jnp.cumsum(wrong, axis=1, dtype=jnp.int32)[:, -logits.shape[1] :]
-    return jnp.where(behind[:, :, None] > 0, jnp.nan, logits)
+    """Set logits [batch, new or 1, vocab] to NaN from a row's first ``wrong`` token on."""
+    wrong_so_far = jnp.cumsum(wrong, axis=1, dtype=jnp.int32)[:, -logits.shape[1] :]
+    return jnp.where(wrong_so_far[:, :, None] > 0, jnp.nan, logits)
 
 
 def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
-    """Raise ``ValueError`` for a cache of another model, or of other rows."""
+    """Raise ``ValueError`` if a cache does not fit the model or the number of rows."""
     if cache.batch != batch:
         raise ValueError(f"tokens have {batch} rows, the cache has {cache.batch}")
     count = len(cache.layers if cache.sources is None else cache.sources)
@@ -67,36 +69,42 @@ def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
         if (layer.kv_heads, layer.head_dim) != wanted:
             raise ValueError(
                 f"layer {number} of the cache has kv_heads={layer.kv_heads}, head_dim="
-                f"{layer.head_dim}, the model {wanted[0]} and {wanted[1]}: make it with "
-                "init_cache(lm.config, ...)"
+                f"{layer.head_dim}, but the model has {wanted[0]} and {wanted[1]}: make the cache "
+                "with init_cache(lm.config, ...)"
             )
 
 
 def check_devices(params: Any, cache: KVCache) -> None:
-    """Raise ``ValueError`` for a cache elsewhere, where that can be seen: not inside ``jit``."""
+    """Raise ``ValueError`` if parameters and cache are on different devices. Not inside ``jit``,
+    where the devices are not known."""
     leaf = next(iter(jax.tree.leaves(params)), None)
     if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
-        # JAX would move what is uncommitted, all of it at every call.
+        # JAX would copy uncommitted arrays to the other devices in every call.
         ours, theirs = leaf.sharding.device_set, cache.length.sharding.device_set
         if ours != theirs:
             raise ValueError(
-                f"the parameters are on {len(ours)} device(s), the cache on {len(theirs)}, not the "
-                "same ones: lm.on(mesh) and init_cache(..., mesh=mesh) put both on one mesh"
+                f"the parameters are on {len(ours)} device(s) and the cache on {len(theirs)} other "
+                "ones: use lm.on(mesh) and init_cache(..., mesh=mesh) with the same mesh"
             )
 
 
 Rotary = tuple[RotaryTable | None, ...]
-"""The table of each layer, None where it has none."""
+"""The rotary table of each layer; None for layers without rotary positions."""
 Logits = Float[Array, "batch new vocab"]
 
 
 class LayerContext(NamedTuple):
-    """What the layers are told of a call, and hand on: the ``step``, each one's ``rotary``, and
-    what a family has ``aside``."""
+    """What the layers of one forward pass share.
+
+    Attributes:
+      step: the cache step.
+      rotary: the rotary table of each layer.
+      extra: more inputs of a family's layers, such as per-layer embeddings.
+    """
 
     step: kvjax.Step
     rotary: Rotary
-    aside: Any = None
+    extra: Any = None
 
     def attend(
         self,
@@ -104,51 +112,52 @@ class LayerContext(NamedTuple):
         queries: Queries,
         keys: KeysValues | None,
         values: KeysValues | None,
-        **sight: Any,
+        **options: Any,
     ) -> tuple[Hidden, "LayerContext"]:
-        """Attention of one layer, after its keys and values went to the cache.
+        """Append a layer's keys and values to the cache, and attend.
 
         Args:
-          layer: which one.
-          queries, keys, values: [batch, heads or kv_heads, new, head_dim], unrotated; keys and
-            values None where the cache has those of an earlier layer.
-          sight: ``scale``, ``window``, ``soft_cap`` and the others of ``kvjax.self_attend``.
+          layer: the layer's number.
+          queries, keys, values: [batch, heads or kv_heads, new, head_dim], not rotated. Keys and
+            values are None if the layer attends to those of an earlier layer.
+          options: ``scale``, ``window``, ``soft_cap`` and other options of ``kvjax.self_attend``.
 
         Returns:
-          [batch, new, heads * head_dim], and the call with the layer's tokens.
+          [batch, new, heads * head_dim], and the context with the updated cache.
         """
         rotary = self.rotary[layer]
-        mixed, step = self.step.attend(layer, queries, keys, values, rotary=rotary, **sight)
-        return merge_heads(mixed), self._replace(step=step)
+        output, step = self.step.attend(layer, queries, keys, values, rotary=rotary, **options)
+        return merge_heads(output), self._replace(step=step)
 
 
 Layer = Callable[[Hidden, LayerContext], tuple[Hidden, LayerContext]]
 
 
 class Frame(nnx.Module):
-    """A decoder with its language-model head: the base of a family's module.
+    """A decoder with its language-model head: the base class of the families' modules.
 
-    ``divided``: what of each weight the devices of a mesh divide.
+    ``divided``: the axis of each weight that a mesh divides, see ``models/sharding.py``.
     """
 
     divided: ClassVar[Rules]
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        """The head: the family makes the rest, and that first."""
+        """Create the head. Subclasses create the other modules first."""
         size, tied = (config.vocab_size, config.hidden_size), config.tie_word_embeddings
         self.lm_head = None if tied else Embedding(*size, dtype=config.dtype, rngs=rngs)
 
     @abstractmethod
     def rotary(self, reach: int, limit: int) -> Rotary:
-        """The tables for texts of up to ``reach`` tokens, at positions below ``limit``."""
+        """The rotary tables for sequences of up to ``reach`` tokens, at positions below
+        ``limit``."""
 
     @abstractmethod
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
-        """What the first layer is given."""
+        """The input of the first layer."""
 
-    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Any:
-        """What else the layers are handed, of the tokens, of what the first one is given, and of
-        what an encoder has read."""
+    def extra(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Any:
+        """More inputs of the layers, computed from the tokens, the first layer's input ``x`` and
+        the encoder's cache ``source``."""
         return None
 
     @abstractmethod
@@ -157,7 +166,7 @@ class Frame(nnx.Module):
 
     @abstractmethod
     def logits(self, x: Hidden) -> Logits:
-        """float32 logits of what the last layer gave."""
+        """float32 logits from the last layer's output."""
 
     def __call__(
         self,
@@ -169,7 +178,7 @@ class Frame(nnx.Module):
         max_len: int | None,
         source: KVCache | None = None,
     ) -> tuple[Logits, KVCache | None]:
-        """One pass; see ``Architecture.apply``."""
+        """One forward pass; see ``Architecture.apply``."""
         new = tokens.shape[1]
         if cache is None:
             reach = max_len or new
@@ -178,7 +187,7 @@ class Frame(nnx.Module):
             reach, limit = cache.reach, cache.max_len
         context = LayerContext(kvjax.step(cache, new, lengths=lengths), self.rotary(reach, limit))
         x = _on_every_device(self.embed(tokens, context), cache)
-        context = context._replace(aside=self.aside(tokens, x, source))
+        context = context._replace(extra=self.extra(tokens, x, source))
         for layer in self.layers():
             x, context = layer(x, context)
             x = _on_every_device(x, cache)
@@ -188,8 +197,8 @@ class Frame(nnx.Module):
 
 
 def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
-    """The same; on a mesh every device is to have all features of its rows, or the compiler may
-    divide them as a table happens to be divided, and collect them again in every layer."""
+    """Constrain hidden states so that each device of a mesh has all features of its rows.
+    Otherwise the compiler may shard features like a weight, and gather them in every layer."""
     spread = None if cache is None else cache.spread
     if spread is None:
         return x
@@ -197,7 +206,7 @@ def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
 
 
 def _last_real(x: Hidden, lengths: Counts | None) -> Float[Array, "batch 1 hidden"]:
-    """Each row's last real token: at ``lengths - 1``, or the last of all."""
+    """The hidden state of each row's last real token, at ``lengths - 1``."""
     if lengths is None:
         return x[:, -1:]
     at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, x.shape[1] - 1)

@@ -19,7 +19,7 @@ from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, split_heads
 from .sharding import Divided
 
 
-class Aside(NamedTuple):
+class LayerInputs(NamedTuple):
     """``inputs`` [batch, new, layers, width] of each layer, if it has any, and keys and values that
     later ones read, where there is no cache that has them."""
 
@@ -72,11 +72,11 @@ class Attention(nnx.Module):
             values = split_heads(values, config.num_key_value_heads)
             values = unit(values, config.rms_norm_eps).astype(x.dtype)
         if context.step.cache is None:
-            shared = dict(context.aside.shared)
+            shared = dict(context.extra.shared)
             if keys is not None and values is not None:
                 shared[layer] = keys, values
             keys, values = shared[self.read]
-            context = context._replace(aside=context.aside._replace(shared=shared))
+            context = context._replace(extra=context.extra._replace(shared=shared))
         scale, window = config.query_scale, config.windows[layer]
         mixed, context = context.attend(layer, queries, keys, values, scale=scale, window=window)
         return self.o_proj(mixed), context
@@ -113,7 +113,7 @@ class GivenBlock(nnx.Module):
     def given(self, x: Hidden, context: LayerContext) -> Hidden:
         """What the layer's inputs add, where its other parts gave ``x``."""
         gate = self.activation(self.per_layer_input_gate(x))
-        found = self.per_layer_projection(gate * context.aside.inputs[:, :, self.layer])
+        found = self.per_layer_projection(gate * context.extra.inputs[:, :, self.layer])
         return self.post_per_layer_input_norm(found)
 
 
@@ -139,10 +139,12 @@ class Decoder(decoder.Decoder):
     model: Stack
     divided: ClassVar = {**decoder.Decoder.divided, "embed_tokens_per_layer": Divided.ROWS}
 
-    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
+    def extra(
+        self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None
+    ) -> LayerInputs:
         config, model = self.config, self.model
         if not config.layer_inputs:
-            return Aside(None, {})
+            return LayerInputs(None, {})
         shape = (*tokens.shape, config.num_hidden_layers, config.layer_inputs)
         first, dtype = x[..., : config.hidden_size], x.dtype
         # What the table has not is given what the first token is.
@@ -152,4 +154,4 @@ class Decoder(decoder.Decoder):
         made = model.per_layer_model_projection(first)
         made = (made * jnp.asarray(config.hidden_size**-0.5, dtype)).reshape(shape)
         made = model.per_layer_projection_norm(made)
-        return Aside((made + own) * jnp.asarray(2**-0.5, dtype), {})
+        return LayerInputs((made + own) * jnp.asarray(2**-0.5, dtype), {})

@@ -27,7 +27,7 @@ from .stored import Stored, find_tensors, weight_files
 from .text import read_tokenizer
 
 _WIDE = "gemma2", "gemma3", "gemma4", "t5"
-"""How types of models begin whose activations exceed the range of float16."""
+"""Prefixes of ``model_type`` whose activations exceed the range of float16."""
 
 
 def load(
@@ -39,41 +39,39 @@ def load(
 ) -> LanguageModel:
     """Load a model, its tokenizer and its settings.
 
-    Weights come from safetensors, one tensor at a time, so that the peak of memory is little
-    over the model's own size; nothing is unpickled and no code of a checkpoint runs. Of a model
-    that reads images, audio or video too, only the text part is loaded, and a line on stderr names
-    what was left out; files that hold nothing else are not downloaded. Weights of float64 are read
-    as float32, and a line on stderr says so.
+    Weights are read from safetensors, one tensor at a time, so peak memory is only a little above
+    the size of the model. Nothing is unpickled, and no code of the checkpoint runs. Of a multimodal
+    model only the text part is loaded: a line on stderr names what was skipped, and files without
+    text weights are not downloaded. float64 weights are read as float32, with a line on stderr.
 
     Args:
       path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
         model that comes with the package.
-      dtype: what to compute in: float32, bfloat16 or float16. By default the checkpoint's own on
-        an accelerator, float32 on a CPU, which takes twice the memory and rounds less. On a GPU
-        without bfloat16 (a T4) such a checkpoint is computed in float16 if its range allows that,
-        otherwise in float32; a line on stderr says so.
-      revision: a hub id's branch, tag or commit.
-      mesh: devices that the parameters are spread over, see ``kvjax.make_mesh``: each tensor is
-        read once, and every device is given its share of it. ``"auto"`` is the default device, and
-        as many of the local ones as are needed where it has no memory for the weights; None is the
-        default device in any case.
+      dtype: the dtype of computation: float32, bfloat16 or float16. By default float32 on a CPU,
+        and the checkpoint's dtype on an accelerator. On a GPU without bfloat16 (a T4), a bfloat16
+        checkpoint is computed in float16 if its values have that range, otherwise in float32, with
+        a line on stderr.
+      revision: a branch, tag or commit, for a hub id.
+      mesh: devices to shard the parameters over, see ``kvjax.make_mesh``. Each tensor is read once,
+        and each device receives its shard. ``"auto"`` uses the default device, or as many local
+        devices as are necessary to hold the weights. None always uses the default device.
 
     Returns:
-      The model, with every parameter on the default device, uncommitted (so that a training step
-      with an optimizer's fresh state compiles once), or committed to the devices of the mesh. On
-      one CPU they lie in one stretch of memory, let go with the last of them: a first step that
-      is donated parameters copies them.
+      The model. Its parameters are uncommitted on the default device, so that a training step with
+      a new optimizer state compiles once, or committed to the devices of the mesh. On a CPU without
+      a mesh, all parameters share one allocation, which is freed with the last of them. The first
+      step that donates them therefore copies them.
 
     Raises:
-      CheckpointError: naming the file, the field or tensor, and what was expected; for a hub id,
-        what to do where it can't be had.
+      CheckpointError: if the checkpoint can't be found or read. The message names the file and the
+        field or tensor, with the expected value, or says what to do.
       ValueError: if ``dtype`` is not one of the three, or ``revision`` is given for a folder.
     """
     device = Device()
     if dtype is not None:
         _dtype_name(dtype)
     folder = locate(path_or_id, revision)
-    # Read first, so that a model that can't be used is refused before gigabytes are fetched.
+    # Reading these first rejects an unsupported model before gigabytes are downloaded.
     config = read_config(folder)
     tokenizer = read_tokenizer(folder)
     generation = read_generation(folder, config.model_type)
@@ -82,7 +80,7 @@ def load(
     stored, others = take_text(find_tensors(folder, other_part))
     if not stored:
         which = "tensor of a text model" if others else "tensor"
-        raise CheckpointError(f"{folder}: the safetensors files hold no {which}")
+        raise CheckpointError(f"{folder}: the safetensors files contain no {which}")
     config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
     chosen = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
     computed = compute_dtype(config, dtype, device.target())
@@ -93,7 +91,7 @@ def load(
     except weights.OutOfRangeError as error:
         reason = str(error)
         config = dataclasses.replace(config, dtype="float32")
-    # Not in the handler: the error holds what was read in float16.
+    # Outside the handler, because the exception keeps the float16 tensors alive.
     if config.dtype != computed:
         params, over = _read_params(config, matched, device, mesh)
     if chosen:
@@ -101,7 +99,7 @@ def load(
         because = f": {reason}" if reason else ""
         _notice(f"{which}, computing in {config.dtype}{because}")
     if wide := weights.count_float64(matched):
-        _notice(f"{wide} tensor{'s' if wide > 1 else ''} of float64 read as float32")
+        _notice(f"{wide} float64 tensor{'s' if wide > 1 else ''} read as float32")
     if others:
         _notice(f"only the text part is loaded, without {skipped(others)}")
     return LanguageModel(
@@ -120,8 +118,8 @@ def _notice(line: str) -> None:
 
 
 def compute_dtype(config: Config, dtype: Any, target: Target) -> str:
-    """What a model is computed in on a target: as it was asked for, or by default; "" where
-    neither that nor its config says."""
+    """The dtype of computation on a target: the requested one, or the default. "" if the config
+    has no dtype either."""
     if dtype is not None:
         return _dtype_name(dtype)
     if target.platform == "cpu":
@@ -132,7 +130,7 @@ def compute_dtype(config: Config, dtype: Any, target: Target) -> str:
 
 
 def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
-    """The tensors under the names of the model's parameters, and whether its head is its own."""
+    """Rename tensors to the model's parameter names, and find out whether the head is tied."""
     names, tied = config.names, config.tie_word_embeddings
     matched = weights.match_names(stored, _shapes(config), names, tied=tied)
     if tied and weights.head_differs(matched, names):
@@ -147,8 +145,8 @@ def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
 def _read_params(
     config: Config, matched: Stored, device: Device, mesh: Any, *, check_range: bool = False
 ) -> tuple[Params, Mesh | None]:
-    """The parameters, and the mesh that they are on. ``check_range``: raise ``OutOfRangeError``
-    for a tensor that float16 can't hold."""
+    """Read the parameters, and return the mesh that they are on. With ``check_range``, raise
+    ``OutOfRangeError`` for a tensor that exceeds the range of float16."""
     shapes, names = _shapes(config), config.names
     over = auto_mesh(Architecture(config)) if mesh == "auto" else mesh
     check_range = check_range and config.dtype == "float16"
@@ -161,13 +159,13 @@ def _read_params(
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """The model's parameters: names as in files, shapes as in the model."""
+    """The shapes of the model's parameters, by their names in files."""
     found = _flat(Architecture(config).abstract_params())
     return {name: tuple(leaf.shape) for name, leaf in found.items()}
 
 
 def _flat(params: Params) -> dict[str, Any]:
-    """What stands in nested dicts, by the names that files have."""
+    """Flatten nested dicts to names as in files."""
     flat: dict[str, Any] = {}
 
     def walk(node: Any, path: str) -> None:
@@ -192,7 +190,7 @@ def _dtype_name(dtype: Any) -> str:
 
 
 EMBEDDED = Path(__file__).parent / "tiny"
-"""The checkpoint that comes with the package."""
+"""The checkpoint that is part of the package."""
 
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
@@ -206,16 +204,16 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def locate(
     path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
 ) -> Path:
-    """The folder of a checkpoint, downloaded if it is on the hub and not in the cache yet.
+    """The folder of a checkpoint. A checkpoint of the hub is downloaded if it is not in the cache.
 
     Args:
       path_or_id: a folder, or a hub id (``owner/name``); None is the embedded model.
-      revision: a hub id's branch, tag or commit.
-      weights: the names of files of weights that are wanted too; without any a download is small.
+      revision: a branch, tag or commit, for a hub id.
+      weights: weight files to download in addition to the small files.
 
     Raises:
-      CheckpointError: if there is no such folder and no such model, or the hub can't be reached
-        or refuses; it says what to do.
+      CheckpointError: if there is no such folder and no such model, or the hub is not reachable or
+        refuses. The message says what to do.
       ValueError: if ``revision`` is given for a folder.
     """
     folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
@@ -235,7 +233,7 @@ def locate(
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit that a folder of the hub's cache holds, so that a second look gets the same."""
+    """The commit of a folder of the hub's cache, to download more files of the same commit."""
     return folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else None
 
 

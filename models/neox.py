@@ -94,7 +94,7 @@ class NeoX(Frame):
         "embed_in": Divided.ROWS,
         # A head's query, key and value stand together, so shares are whole heads.
         "query_key_value": Divided.HEADS,
-        "dense": Divided.MIXTURES,
+        "dense": Divided.ATTENDED,
         "dense_h_to_4h": Divided.OUTPUTS,
         "dense_4h_to_h": Divided.INPUTS,
         "lm_head": Divided.ROWS,

@@ -60,7 +60,7 @@ class Phi3(decoder.Decoder):
         # Shares of their outputs would cut across the parts that stand one behind the other.
         "qkv_proj": Divided.INPUTS,
         "gate_up_proj": Divided.INPUTS,
-        "o_proj": Divided.MIXTURES,
+        "o_proj": Divided.ATTENDED,
         "down_proj": Divided.INPUTS,
         "lm_head": Divided.ROWS,
     }

@@ -1,9 +1,9 @@
-"""How a model's parameters are divided among the devices along a mesh's axis ``tensor``.
+"""Tensor parallelism: how parameters are sharded along a mesh's ``tensor`` axis.
 
-Each family says beside its layers which axis of which weight is divided, as Shoeybi et al.
-(Megatron-LM, arXiv:1909.08053) do: the first of two matrices by its outputs, the second by its
-inputs, so that a layer's devices meet twice, once behind each second one. Along ``data`` and
-``sequence`` every device has all of them.
+Each family declares which axis of which weight is sharded, as Megatron-LM does (Shoeybi et al.,
+arXiv:1909.08053): the first matrix of a pair by its outputs, the second by its inputs. So a layer
+needs two all-reduces, one after each pair. Parameters are replicated along ``data`` and
+``sequence``.
 """
 
 import math
@@ -18,42 +18,42 @@ from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding, shard_over
 
 
 class Divided(Enum):
-    """What of a weight [out, in] or [experts, out, in] is divided, and of a bias [out]."""
+    """The sharded axis of a weight [out, in] or [experts, out, in], and of a bias [out]."""
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"
-    """And not the bias, which is added once."""
+    """The bias is not sharded: it is added once."""
     QUERIES = "queries"
-    """The outputs, which are queries of whole heads."""
-    MIXTURES = "mixtures"
-    """The inputs, which are what these heads have seen."""
+    """Outputs that are queries. A device has whole heads."""
+    ATTENDED = "attended"
+    """Inputs that are the attention outputs of query heads."""
     HEADS = "heads"
-    """The outputs, which are keys or values of as many heads as the cache has."""
+    """Outputs that are keys or values. A device has whole key-value heads."""
     ROWS = "rows"
-    """The rows of a table, or its columns where rows do not come out even."""
+    """The rows of a table, or its columns if the devices do not divide the rows."""
 
 
 Rules = Mapping[str, Divided]
-"""By the name of the layer, the last part but one of a parameter's; what is in no rule is whole on
-every device."""
+"""The sharded axis by layer name, the second to last part of a parameter's name. Parameters without
+a rule are replicated."""
 
 
 def param_shardings(
     shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
 ) -> Any:
-    """The sharding of each parameter: nested dicts, as the parameters are.
+    """The sharding of each parameter, in the same nested dicts.
 
     Args:
-      shapes: nested dicts of what has a ``shape``.
-      rules: the family's.
-      mesh: with the axes of ``kvjax.make_mesh``.
-      heads, kv_heads: the model's, of queries and of keys and values.
+      shapes: nested dicts of objects with a ``shape``.
+      rules: the rules of the model's family.
+      mesh: a mesh with the axes of ``kvjax.make_mesh``.
+      heads, kv_heads: the model's query heads and key-value heads.
     """
     spread = shard_over(mesh, kv_heads)
     axes = {Divided.HEADS: (TENSOR,)}
     if COPIES not in _names(spread.query_spec(heads, kv_heads)):
-        # A share of them would cut across heads, of which every device takes whole ones.
-        axes |= {Divided.QUERIES: (TENSOR,), Divided.MIXTURES: (TENSOR,)}
+        # Sharding over COPIES too would split heads, and every device needs whole heads.
+        axes |= {Divided.QUERIES: (TENSOR,), Divided.ATTENDED: (TENSOR,)}
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         rule = rules.get(path[-2].key) if len(path) > 1 else None
@@ -66,14 +66,14 @@ def param_shardings(
 
 
 def _names(spec: PartitionSpec) -> set[str]:
-    """The mesh's axes in a spec."""
+    """The mesh axes in a spec."""
     return {name for each in spec for name in ((each,) if isinstance(each, str) else each or ())}
 
 
 def _spec(
     spread: MeshSharding, rule: Divided, axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
-    inputs = {Divided.INPUTS: (1,), Divided.MIXTURES: (1,)}
+    inputs = {Divided.INPUTS: (1,), Divided.ATTENDED: (1,)}
     tries = (inputs | {Divided.ROWS: (0, 1)}).get(rule, (0,))
     if rule in inputs and len(shape) < 2:
         return PartitionSpec()

@@ -156,7 +156,7 @@ PIECE = 512
 """Queries of a long text that the encoder takes together."""
 
 
-class Aside(NamedTuple):
+class LayerInputs(NamedTuple):
     """The ``bias`` of the decoder's own attention, and the ``source`` that it attends to across."""
 
     bias: Bias
@@ -226,9 +226,9 @@ class DecoderBlock(nnx.Module):
         attention, normed = own.SelfAttention, own.layer_norm(x)
         keys, values = attention.keys_values(normed)
         mixed, context = context.attend(
-            self.number, attention.queries(normed), keys, values, scale=1.0, bias=context.aside.bias
+            self.number, attention.queries(normed), keys, values, scale=1.0, bias=context.extra.bias
         )
-        x = across(x + attention.o(mixed), self.number, context.aside.source)
+        x = across(x + attention.o(mixed), self.number, context.extra.source)
         return feed(x), context
 
 
@@ -253,7 +253,7 @@ class T5(Frame):
         "q": Divided.QUERIES,
         "k": Divided.HEADS,
         "v": Divided.HEADS,
-        "o": Divided.MIXTURES,
+        "o": Divided.ATTENDED,
         "wi": Divided.OUTPUTS,
         "wi_0": Divided.OUTPUTS,
         "wi_1": Divided.OUTPUTS,
@@ -292,7 +292,9 @@ class T5(Frame):
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         return self.shared(tokens)
 
-    def aside(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Aside:
+    def extra(
+        self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None
+    ) -> LayerInputs:
         if source is None:
             raise ValueError(NOT_ENCODED)
         if tokens.shape[0] % source.batch:
@@ -300,7 +302,7 @@ class T5(Frame):
                 f"the encoder has read {source.batch} texts, and this call has {tokens.shape[0]} "
                 "row(s): give as many of each"
             )
-        return Aside(self.decoder.bias(both_ways=False), source)
+        return LayerInputs(self.decoder.bias(both_ways=False), source)
 
     def layers(self) -> Iterable[Layer]:
         return self.decoder.block

@@ -355,7 +355,7 @@ def test_no_weights(folder: Path) -> None:
 
 def test_no_tensor(folder: Path) -> None:
     save_file({}, folder / "model.safetensors")
-    with pytest.raises(kvjax.CheckpointError, match="hold no tensor"):
+    with pytest.raises(kvjax.CheckpointError, match="contain no tensor"):
         models.load(folder)
 
 
@@ -497,7 +497,7 @@ def test_files_of_other_parts_alone_may_be_missing(folder, tiny_llama, capsys) -
         (lambda t: drop(t, f"language_model.{NORM}"), rf"missing tensor {NORM}"),
         (
             lambda t: drop(t, *[name for name in t if "language_model" in name]),
-            "hold no tensor of a text model",
+            "contain no tensor of a text model",
         ),
     ],
 )
@@ -522,8 +522,8 @@ def test_float64(folder: Path, tiny_llama, capsys, names: tuple | None) -> None:
     wide = names or tuple(load_file(folder / "model.safetensors"))
     change_tensors(folder, lambda t: t.update({k: t[k].astype(np.float64) for k in wide}))
     lm = models.load(folder)
-    count = "1 tensor" if names else f"{len(wide)} tensors"
-    assert capsys.readouterr().err == f"kvjax: {count} of float64 read as float32\n"
+    count = "1 float64 tensor" if names else f"{len(wide)} float64 tensors"
+    assert capsys.readouterr().err == f"kvjax: {count} read as float32\n"
     assert lm.config == tiny_llama.config and same(lm.params, tiny_llama.params)
     change_config(folder, torch_dtype=None)
     with tracing_for(Target("gpu", (8, 0))):
