@@ -311,7 +311,7 @@ def test_stopped_streams(byte_tokenizer, monkeypatch):
 STORIES = ROOT.parent / "shared" / "models" / "stories260K"
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["embedded", "stories260K"])
 def test_models_that_continue_texts(embedded, name, tmp_path):
     """Trained base models, whose tokenizers merge letters: texts are concatenated, and sampled

@@ -214,7 +214,7 @@ def test_logprobs_match_the_uncached_pass(policy):
                 assert abs(logprob - line[other]) < near
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_logprobs_of_the_sampling_distribution_match_generate():
     """After temperature, filters, penalties and biases."""
     texts = 0
@@ -341,7 +341,7 @@ def test_stats_report_the_allocated_bytes(monkeypatch):
         del engine
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_reported_tokens_stay_when_new_parameters_compute_them_again():
     """A request continues after the tokens that were reported with the old parameters."""
     lm, engine = lettered(), engine_of(host_memory=0, prefix_cache=False, pages=8)
@@ -364,7 +364,7 @@ def test_reported_tokens_stay_when_new_parameters_compute_them_again():
     np.testing.assert_allclose(found[44:], wanted[44:], atol=1e-4)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", "int8", "hybrid"])
 def test_a_request_that_needs_all_pages(policy):
     """It just fits, with cached prefixes in the pool and next to other requests."""
@@ -428,7 +428,7 @@ def test_priorities_deadlines_and_cancel():
     assert running.reason == "deadline" and settled(engine)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_non_finite_logits_end_one_request():
     lm = small(tie_word_embeddings=False)
     params = jax.tree.map(lambda x: x, lm.params)
@@ -443,7 +443,7 @@ def test_non_finite_logits_end_one_request():
     assert [handle.reason for handle in handles] == ["length", "error", "length"]
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_reused_pages_of_non_finite_rows_do_not_reach_windows():
     """Requests with windows get the pages that such rows had."""
     lm = small(tie_word_embeddings=False)
@@ -529,7 +529,7 @@ def test_an_interrupted_step_loses_nothing(monkeypatch):
     assert [told(handle) for handle in handles] == alone("raw")[:6] and settled(engine)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_swapped_state_leaves_the_device():
     engine = engine_of(pages=8, prefix_cache=False)
     late = engine.submit([1] * 40, max_new_tokens=60)
@@ -669,7 +669,7 @@ def test_requests_come_from_any_thread():
     assert len({handle.number for handle in handles.values()}) == 16
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["raw", "int8"])
 def test_it_works_on_a_mesh(policy):
     mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
@@ -682,7 +682,7 @@ def test_it_works_on_a_mesh(policy):
     assert [told(handles[n]) for n in range(12)] == wanted and settled(engine)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("policy", ["raw", "int8"])
 def test_programs_update_pools_in_place(policy, exact):
@@ -709,7 +709,7 @@ def test_programs_update_pools_in_place(policy, exact):
         assert_no_copy(program.lower(*shapes, **static).compile(), sum(sizes), min(sizes))
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_two_thousand_requests():
     """Nothing is compiled, and no device array, page or host memory leaks."""
     engine, meter = engine_of(host_memory=100_000), Timer()
@@ -772,7 +772,7 @@ def test_a_finished_row_has_neutral_parameters():
     jax.tree.map(np.testing.assert_array_equal, state.copy(row), neutral)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_the_last_new_token_needs_no_position():
     """Nor a page: the pool has pages for ``MOST`` tokens only."""
     lm = lettered()
@@ -788,7 +788,7 @@ def test_the_last_new_token_needs_no_position():
     assert settled(engine)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_prompt_logprobs():
     """They match the uncached pass, and bitwise the request alone, though its prefix is cached and
     it may be preempted."""
@@ -819,7 +819,7 @@ def test_prompt_logprobs():
         assert (told(alone), alone.prompt_logprobs) == (told(handle), found)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_prompt_logprobs_stay_while_they_are_computed_again():
     """The request is preempted and computed again."""
     few: dict[str, Any] = {"pages": 5, "decode_rounds": 2, "host_memory": 0, "prefill_chunk": 16}

@@ -111,7 +111,7 @@ def test_drafts_do_not_change_tokens(policy, by, together):
     assert 20 < after.accepted_tokens < after.drafted_tokens
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_the_draft_model_agrees_after_chunks_and_pauses():
     """The draft is the model itself, so all its tokens must be accepted: after prompts of several
     chunks, and after a pause in which it missed tokens."""
@@ -127,7 +127,7 @@ def test_the_draft_model_agrees_after_chunks_and_pauses():
     assert stats.accepted_tokens == stats.drafted_tokens > 10
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_the_draft_model_reads_every_token():
     """It is often wrong, and each time proposes its own continuation of the sequence."""
     mine, proposed = engine(draft=kvjax.DraftModel(alike(), adaptive=False), pages=40), []
@@ -150,7 +150,7 @@ def test_the_draft_model_reads_every_token():
     ]
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_a_draft_model_with_nan_logits():
     """It proposes nothing, and requests continue."""
     none = replace(lm(), params=jax.tree.map(lambda x: x * np.nan, lm().params), source="none")
@@ -176,7 +176,7 @@ def test_with_guides(together):
     assert mine.stats().drafted_tokens > mine.stats().accepted_tokens > 0
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_it_works_on_a_mesh():
     mesh = kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])
     draft = kvjax.DraftModel(alike(), adaptive=False)
@@ -186,7 +186,7 @@ def test_it_works_on_a_mesh():
     assert mine.stats().accepted_tokens > 20
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("together", [1, ROWS])
 def test_programs_update_pools_in_place(together, monkeypatch):
     """Both models' programs; the pools are larger than what rows use."""

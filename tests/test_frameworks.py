@@ -167,7 +167,7 @@ def needed(package: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["group", "all", "window"])
-@pytest.mark.rare
+@pytest.mark.slow
 def test_attention_of_keras(kind):
     needed("keras")
     from kvjax.adapters.keras import as_function

@@ -108,7 +108,7 @@ def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
         kvjax.convert(wide, "static", max_len=400)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_a_converted_ring_that_is_shorter_than_its_window_is_rewound_no_further(windowed):
     model, params = windowed
     model = Architecture(dataclasses.replace(model.config, windows=(8, 8)))
@@ -171,7 +171,7 @@ def test_frequencies_stay_while_a_cache_grows(stretched, policy):
     close(*(feed(model, params, each, 60, 64)[0] for each in (again, cache)))
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_frequencies_that_depend_on_the_length_need_one(stretched):
     model, _ = stretched
     with pytest.raises(ValueError, match="a cache without a limit needs max_len"):

@@ -321,7 +321,7 @@ def test_a_table_that_names_no_page_writes_nowhere():
         assert np.flatnonzero(changed).tolist() == [int(pool.table[0, 1])]
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
     _, cache = fed(cache_of(paged(), rows=3), (40, 32, 0))
     assert used(cache) == 5
@@ -345,7 +345,7 @@ def test_rows_share_pages_and_a_last_one_that_is_not_full_is_copied():
                                   b[..., held, :] if b.ndim > 1 else b[held])  # fmt: skip
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_caches_of_one_pool_are_joined_in_it():
     _, cache = fed(cache_of(paged(pages=20)), (40, 32, 5))
     parts = [kvjax.select(cache, rows) for rows in ([0], [1, 2])]
@@ -358,7 +358,7 @@ def test_caches_of_one_pool_are_joined_in_it():
     assert used(apart) == 12 and apart.pools[0].pages == 40
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
     _, cache = fed(cache_of(paged()), (40, 1, 1))
     cache = kvjax.select(cache, [0, 0, 0])
@@ -382,7 +382,7 @@ def test_a_rewind_gives_pages_back_and_leaves_what_others_have():
     assert np.asarray(refused.status).tolist() == [OUT_OF_PAGES, 0]
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("codecs", [(), ("int8",)], ids=["raw", "int8"])
 def test_pages_on_a_mesh(codecs):
     """Rows that go to other devices, and to another mesh, are what they are on one."""

@@ -433,7 +433,7 @@ def test_every_parameter_is_declared_in_all_places():
     [
         {"top_k": 4, "top_p": 0.7}, {"min_p": 0.1, "typical_p": 0.7},
         *(
-            pytest.param(each, marks=pytest.mark.rare)
+            pytest.param(each, marks=pytest.mark.slow)
             for each in (
                 {"top_k": 3}, {"top_p": 0.9, "typical_p": 0.8}, {"top_p": 0.6},
                 {"typical_p": 0.6}, {"top_p": 0.8, "min_p": 0.1},

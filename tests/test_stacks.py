@@ -159,7 +159,7 @@ def test_operations(change):
 COPIED = [
     ("raw", "while_loop", 1), ("int8", "step", 3), ("pages", "while_loop", 1), ("host", "chunk", 3),
     *(
-        pytest.param(*cell, marks=pytest.mark.rare)
+        pytest.param(*cell, marks=pytest.mark.slow)
         for cell in (
             ("raw", "step", 3), ("raw", "chunk", 1), ("int8", "while_loop", 1),
             ("int8", "chunk", 3), ("pages", "step", 3), ("pages of 8 bits", "chunk", 3),
@@ -266,7 +266,7 @@ def test_on_a_mesh(name):
     laws.close(SCANNED(weights(), tokens, one)[0], SCANNED(weights(), tokens, alone)[0], 1e-5)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_gradients_go_through_a_stack():
     def loss(params, model, stacked):
         cache = empty(stacked=stacked)
@@ -331,7 +331,7 @@ def one_after_the_other(cache, new=BLOCK + 1):
     return mixed, cache
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     """Other layers raise an error; if traced, they give NaN."""
     mixed, cache = one_after_the_other(empty("int8"))
@@ -417,7 +417,7 @@ def test_layers_whose_marks_differ_are_not_stacked():
         kvjax.check(jax.jit(kvjax.stack)(apart))
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_a_stack_is_saved_layer_by_layer(tmp_path):
     cache = filled("int8")
     kvjax.save_cache(tmp_path / "cache", cache)
@@ -426,7 +426,7 @@ def test_a_stack_is_saved_layer_by_layer(tmp_path):
     laws.close(goes_on(kvjax.stack(found)), goes_on(cache), 1e-6)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_the_page_of_one_s_own_model_runs(capsys):
     page = (ROOT / "docs/your-model.md").read_text(encoding="utf-8")
     code = "".join(re.findall(r"^```python\n(.*?)^```", page, re.M | re.S))
