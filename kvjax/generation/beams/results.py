@@ -1,13 +1,12 @@
 """The sequences of a beam search, reconstructed on the host, and the cache rows that hold them."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.generation.beams.config import BeamConfig
-from kvjax.generation.beams.step import Hypotheses
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 
@@ -92,9 +91,7 @@ class BestSequences(NamedTuple):
     before: np.ndarray
 
 
-def best_sequences(
-    history: History, finished: Hypotheses, n: int, scores: int | None
-) -> BestSequences:
+def best_sequences(history: History, finished: Any, n: int, scores: int | None) -> BestSequences:
     """The ``n`` best finished sequences of all groups.
 
     Args:
