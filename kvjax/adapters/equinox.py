@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float, PyTree, PyTreeDef
+from jaxtyping import Float, PyTree
 
 from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
@@ -70,7 +70,7 @@ class ModelFunction:
     """A model without its arrays; equal for models of the same structure."""
 
     leaves: tuple[Any, ...]
-    structure: PyTreeDef
+    structure: Any
 
     @property
     def __name__(self) -> str:

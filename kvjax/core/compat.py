@@ -173,7 +173,7 @@ def jax_0_8_libtpu() -> Iterator[None]:
         kernels.get_ir_version, programs.is_default_layout = before
 
 
-def jax_0_8_compiler_options(device: jax.Device) -> dict[str, Any]:
+def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
     """Options of ``lowered.compile`` for a target device.
 
     Without them JAX 0.7 requires autotuning results for GPUs.

@@ -44,7 +44,7 @@ _ENVIRONMENT = {
 }
 
 
-def target_device(name: str) -> jax.Device:
+def target_device(name: str) -> Any:
     """A target device by the name of its type, such as ``"v5e"`` or ``"h200"``.
 
     Raises:
@@ -54,7 +54,7 @@ def target_device(name: str) -> jax.Device:
     return target_devices(name, 1)[0]
 
 
-def target_devices(name: str, count: int) -> list[jax.Device]:
+def target_devices(name: str, count: int) -> list[Any]:
     """``count`` connected target devices of one type.
 
     Raises:
@@ -107,7 +107,7 @@ class TargetDescription(NamedTuple):
     axes: tuple[str, ...] = ()
     types: tuple[AxisType, ...] = ()
 
-    def make(self) -> jax.Device | Mesh:
+    def make(self) -> Any | Mesh:
         """The device, or the mesh."""
         if self.shape is None:
             return target_device(self.name)
@@ -124,7 +124,7 @@ def describe_target(device: jax.Device, mesh: Mesh | None) -> TargetDescription:
 
 
 @contextmanager
-def compiling_for(device: jax.Device) -> Iterator[None]:
+def compiling_for(device: Any) -> Iterator[None]:
     """Make ``device`` the default device, and hide warnings of JAX's compilation cache.
 
     The cache can't load programs for target devices.
@@ -134,7 +134,7 @@ def compiling_for(device: jax.Device) -> Iterator[None]:
         yield
 
 
-def check_host_memory(device: jax.Device) -> None:
+def check_host_memory(device: Any) -> None:
     """Raise ``ValueError`` if programs for a device can't keep arrays in host memory."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
@@ -160,16 +160,16 @@ def check_compiler(platform: str) -> None:
         )
 
 
-_target_devices: set[jax.Device] = set()
+_target_devices: set[Any] = set()
 
 
-def is_target_device(device: jax.Device) -> bool:
+def is_target_device(device: Any) -> bool:
     """Whether a device was created here from a topology, so that it can't hold arrays."""
     return device in _target_devices
 
 
 @functools.lru_cache(maxsize=32)
-def _topology(name: str, count: int) -> list[jax.Device]:
+def _topology(name: str, count: int) -> list[Any]:
     from jax.experimental import topologies
 
     spec = DEVICE_SPECS[name]

@@ -16,7 +16,7 @@ from kvjax.core.validation import is_traced
 _T = TypeVar("_T")
 
 
-def default_memory_kind(device: jax.Device) -> str:
+def default_memory_kind(device: Any) -> str:
     """JAX's name of the memory that a device computes in."""
     try:
         kind: str = device.default_memory().kind

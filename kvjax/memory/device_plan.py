@@ -181,7 +181,7 @@ def plan_on(
     )
 
 
-def _needs_subprocess(device: jax.Device) -> bool:
+def _needs_subprocess(device: Any) -> bool:
     """Whether a target device needs kernels of another capability than this process compiles."""
     target = target_of(device)
     if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):
@@ -232,7 +232,7 @@ def compiled_call(
     max_len: int,
     mesh: Mesh | None,
     layers: list[int],
-    device: jax.Device,
+    device: Any,
     new: int,
 ) -> jax.stages.Compiled:
     """Compile a call with ``new`` tokens of a model that has only some of the layers."""
