@@ -233,7 +233,9 @@ def test_bad_input(tmp_path: Any) -> None:
             read, lm.params, [[0]] * 2, max_new_tokens=4
         ): "set the new ones first",
         lambda: reader(lm.params, tokens, lengths, empty(40)): "room for 40 tokens",
-        lambda: reader(lm.params, tokens, lengths, read.params["source"]): "already contains tokens",
+        lambda: reader(
+            lm.params, tokens, lengths, read.params["source"]
+        ): "already contains tokens",
         lambda: reader(lm.params, tokens + 60, lengths, empty(150)): "token id .* the vocabulary h",
         lambda: models.load().architecture.read(
             {}, tokens, lengths, empty(150)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
-from jaxtyping import PyTree, PyTreeDef
+from jaxtyping import PyTree
 
 from kvjax.adapters._tokenizer import as_tokenizer
 from kvjax.attention.step import Step
@@ -161,7 +161,7 @@ class FunctionModel:
     function: Callable[..., Any]
     vocab: int
     optional: tuple[str, ...]
-    structure: PyTreeDef
+    structure: Any
     leaves: tuple[jax.ShapeDtypeStruct, ...]
     config: Any
     specs: PyTree

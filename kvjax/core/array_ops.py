@@ -34,7 +34,7 @@ def expand_over_rows(slots: Any, cursor: Any) -> Any:
     return slots[None] if np.ndim(cursor) and np.ndim(slots) == 1 else slots
 
 
-def flag_where(rows: Array | np.ndarray, bit: int) -> Array | np.ndarray:
+def flag_where(rows: Any, bit: int) -> Any:
     """int32: ``bit`` where the mask ``rows`` is True, else 0.
 
     ``jnp.where`` of two Python numbers would be int64 if 64 bits are enabled.

@@ -115,7 +115,7 @@ class TargetDescription(NamedTuple):
         return Mesh(devices, self.axes, axis_types=self.types)
 
 
-def describe_target(device: jax.Device, mesh: Mesh | None) -> TargetDescription:
+def describe_target(device: Any, mesh: Mesh | None) -> TargetDescription:
     """The description of a target device, or of a mesh of them."""
     name = next(name for name, spec in DEVICE_SPECS.items() if spec == spec_of(device))
     if mesh is None:

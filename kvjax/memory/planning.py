@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import PyTree, PyTreeDef
+from jaxtyping import PyTree
 
 from kvjax.attention.blocks import COARSE_BLOCK, MAX_KEY_NUMBERS, QUERY_CHUNK
 from kvjax.cache.sizes import nbytes, shards_of
@@ -201,7 +201,7 @@ def estimated_temporaries(
 
 @functools.lru_cache(maxsize=64)
 def _compiled_temporaries(
-    model: Any, structure: PyTreeDef, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
+    model: Any, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
 ) -> int | None:
     """Bytes of temporaries of a compiled call with ``new`` tokens; None if JAX doesn't report them.
 

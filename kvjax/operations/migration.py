@@ -85,7 +85,7 @@ def move_layers(
 ) -> KVCache:
     """Move some of ``KVCache.layers``; with ``keep`` the argument is not used up."""
     layers, marks, status = list(cache.layers), _columns(cache.written), cache.status
-    moving: LayerCache | None = None
+    moving: Any = None
     with on_device_of(cache.length):
         entries = list(entries)
         policies = [
