@@ -25,8 +25,8 @@ from .config import (
 )
 from .config_json import read_config
 from .loading import load
+from .model_types import supported
 from .rope import model_rotary
-from .supported import supported
 from .text import Tokenizer
 
 __all__ = [

@@ -13,8 +13,8 @@ from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
 from .config_moe import read_llama4, read_mixtral, read_qwen3_moe
 from .json_fields import Fields, read_json
 from .layers import ACTIVATIONS
+from .model_types import FAMILIES, check_model_type, refused
 from .multimodal import text_fields
-from .supported import FAMILIES, check_model_type, refused
 
 _LLAMAS = {
     "llama": Family(32000, 11008, None, None, 2048, attention_bias=True, mlp_bias=True),

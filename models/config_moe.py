@@ -5,7 +5,7 @@ from dataclasses import replace
 from .config import Llama4Config, MixtralConfig, MoeConfig
 from .config_fields import Family, RopeForm, read_rope, read_shared
 from .json_fields import Fields
-from .supported import refused
+from .model_types import refused
 
 _MOES = {
     "mixtral": Family(

@@ -15,8 +15,8 @@ from kvjax.core.reporting import readable_bytes
 
 from .config_fields import read_dtype
 from .json_fields import Fields, read_json
+from .model_types import EVERYWHERE, FAMILIES, RELATIVES, check_model_type
 from .stored import Stored, StoredTensor
-from .supported import EVERYWHERE, FAMILIES, RELATIVES, check_model_type
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """The command line: one file for each command."""
 
-from kvjax.cli.main import app, main
+from kvjax.cli.entry_point import app, main
 
 __all__ = ["app", "main"]

@@ -29,7 +29,7 @@ from kvjax.generation.drafts.draft_model import Draft, DraftModel
 from kvjax.generation.drafts.propose import DraftModelProposer
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import Progress, choose_tokens
-from kvjax.layouts import Paged, paged
+from kvjax.layouts import Paged, as_paged
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import position_limit
@@ -200,7 +200,7 @@ def draft_pool_config(
 ) -> PoolConfig:
     """The pools of a draft model with ``count`` rows."""
     policies = [_paged(policy) for policy in per_layer(draft.cache, lm.config)]
-    layouts = [paged(policy.layout) for policy in policies]
+    layouts = [as_paged(policy.layout) for policy in policies]
     if any(layout is not None and layout.pages is not None for layout in layouts):
         raise ValueError(
             "the draft's policy names the pages of its pools: leave them out, an engine allocates "
@@ -216,4 +216,4 @@ def draft_pool_config(
 
 def _paged(policy: CachePolicy) -> CachePolicy:
     inner = policy.layout
-    return policy if paged(inner) else replace(policy, layout=Paged(inner=inner))
+    return policy if as_paged(inner) else replace(policy, layout=Paged(inner=inner))

@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvjax.core.validation import INT32_MAX, as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.layouts import paged
+from kvjax.layouts import as_paged
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.sizes import device_bytes
 from kvjax.policies.cache_policy import CachePolicy
@@ -57,7 +57,7 @@ def engine_pool_config(
         )
 
     rows = limits.max_batch_size or DEFAULT_ROWS
-    layouts = [paged(policy.layout) for policy in policies]
+    layouts = [as_paged(policy.layout) for policy in policies]
     sized = any(layout is not None and layout.pages for layout in layouts)
     if pages is not None or memory is not None or sized:
         return config(pages, memory)
@@ -105,7 +105,7 @@ def with_window_slack(policies: Sequence[CachePolicy], slack: int) -> list[Cache
     can write a whole chunk at once."""
     widened = []
     for policy in policies:
-        layout = paged(policy.layout)
+        layout = as_paged(policy.layout)
         if layout is not None:
             policy = replace(policy, layout=layout.with_slack(slack))
         widened.append(policy)

@@ -11,7 +11,7 @@ from kvjax.generation.inputs import Prompts, check_token_ids, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.generation.options import GenerationOptions
-from kvjax.layouts import UNLIMITED, paged
+from kvjax.layouts import UNLIMITED, as_paged
 from kvjax.memory.limits import InferenceLimits, available_memory
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.memory.sizes import abstract_cache, has_encoder
@@ -170,7 +170,7 @@ def size_pools(
         return choice
     policies = []
     for each in per_layer(choice, config):
-        layout = paged(each.layout)
+        layout = as_paged(each.layout)
         if layout is not None and layout.pages is None and layout.inner.window is None:
             needed = positions_needed(max(prompts), limit)
             each = replace(each, layout=layout.resolve(needed, None))

@@ -4,7 +4,7 @@ from kvjax.core.validation import UNLIMITED as UNLIMITED
 from kvjax.layouts.layout import Dense, Growing, Layout, Region, Run
 from kvjax.layouts.layout import LayoutSpec as LayoutSpec
 from kvjax.layouts.paged import Paged
-from kvjax.layouts.paged import paged as paged
+from kvjax.layouts.paged import as_paged as as_paged
 from kvjax.layouts.paged import unpaged_layout as unpaged_layout
 from kvjax.layouts.ring import Ring
 from kvjax.layouts.split import LayoutSlice as LayoutSlice

@@ -265,6 +265,6 @@ def unpaged_layout(layout: LayoutSpec) -> Any:
     return layout.inner if isinstance(layout, Paged) else layout
 
 
-def paged(layout: LayoutSpec) -> Paged | None:
+def as_paged(layout: LayoutSpec) -> Paged | None:
     """A paged layout as it is, None for any other."""
     return layout if isinstance(layout, Paged) else None

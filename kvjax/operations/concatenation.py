@@ -14,7 +14,7 @@ from kvjax.cache.paging import fork_pages
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core.typing import Array
 from kvjax.core.validation import is_traced
-from kvjax.layouts import UNLIMITED, Layout, paged, unpaged_layout
+from kvjax.layouts import UNLIMITED, Layout, as_paged, unpaged_layout
 from kvjax.operations.capacity import grown_mark, pad_layer
 from kvjax.operations.conversion import convert_entry, with_policies, without_pages
 from kvjax.operations.rows import empty_unallocated
@@ -125,7 +125,7 @@ def _page_arrays(cache: KVCache) -> list[int]:
 
 def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
     """``joined`` in pages as in the first policy, with a pool for the pages of all policies."""
-    layouts = [paged(policy.layout) for policy in policies]
+    layouts = [as_paged(policy.layout) for policy in policies]
     first = layouts[0]
     if first is None:
         return joined

@@ -19,7 +19,7 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_together, put_on_default_device
 from kvjax.core.typing import Array
 from kvjax.core.validation import as_int
-from kvjax.layouts import paged
+from kvjax.layouts import as_paged
 from kvjax.operations.conversion import convert_layer, with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.paging.allocator import PageAllocator, PageGroup
@@ -199,7 +199,7 @@ def _move_pages_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
     policies = []
     for old, new in zip(cache.layers, whole.layers, strict=True):
         layout, policy = old.policy.layout, new.policy
-        if paged(layout):
+        if as_paged(layout):
             layout = replace(layout, inner=policy.layout, pool=None)
             policy = replace(policy, layout=layout).with_pool(cache.batch)
         policies.append(policy)

@@ -25,7 +25,7 @@ from kvjax.core.target import current_target
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array
 from kvjax.core.validation import as_optional_int
-from kvjax.layouts import UNLIMITED, paged
+from kvjax.layouts import UNLIMITED, as_paged
 from kvjax.operations.capacity import grow
 from kvjax.operations.conversion import with_policies
 from kvjax.operations.migration import migrate
@@ -307,7 +307,7 @@ def _restore(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: 
 
 def _growing_to(layout: Any, max_len: int) -> Any:
     """Let a growing layout grow to at least ``max_len``."""
-    if pages := paged(layout):
+    if pages := as_paged(layout):
         return replace(pages, inner=_growing_to(pages.inner, max_len))
     if layout.grows_to is None or layout.grows_to >= max_len:
         return layout

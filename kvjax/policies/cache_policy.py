@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw
 from kvjax.core.validation import normalize_int_field
-from kvjax.layouts import Dense, Layout, Split, paged
+from kvjax.layouts import Dense, Layout, Split, as_paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
 from kvjax.placement.tpu import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
@@ -58,7 +58,7 @@ class CachePolicy:
     def mark_base(self) -> int:
         """If ``written`` is above this, it also marks tokens that a conversion could not supply;
         see ``Layout.hiding``."""
-        if paged(self.layout):
+        if as_paged(self.layout):
             return 0
         return self.layout.slots if self.has_tail else self.stored_layout.slots
 
@@ -98,7 +98,7 @@ class CachePolicy:
     def stored_layout(self) -> Layout:
         """The layout of the arrays that the codecs fill: of tokens, or of blocks if there is a
         tail. Slots are rounded up so that devices have the same number."""
-        if paged(self.layout) and self.placement.parts > 1:
+        if as_paged(self.layout) and self.placement.parts > 1:
             raise ValueError(
                 "pages can't be divided along sequence: give the mesh data and tensor alone, or a "
                 "layout whose slots are a row's own"
@@ -111,7 +111,7 @@ class CachePolicy:
     @property
     def page_group(self) -> PageGroup | None:
         """What layers that share a page table have in common; None if slots are not in pages."""
-        layout = paged(self.layout) and paged(self.stored_layout)
+        layout = as_paged(self.layout) and as_paged(self.stored_layout)
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
@@ -164,7 +164,7 @@ class CachePolicy:
 
     def with_pool(self, rows: int) -> "CachePolicy":
         """With a pool for ``rows`` rows, if slots are in pages. The rest must be resolved."""
-        layout, spread, page_group = paged(self.layout), self.placement.spread, self.page_group
+        layout, spread, page_group = as_paged(self.layout), self.placement.spread, self.page_group
         if layout is None or page_group is None:
             return self
         pages = rows * page_group.layout.columns if layout.pages is None else layout.pages

@@ -12,7 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
 from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
-from kvjax.layouts import paged
+from kvjax.layouts import as_paged
 from kvjax.memory.sizes import abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import CacheShape, decoder_config, position_limit, scanned
@@ -194,7 +194,7 @@ def _paged_policies(choice: PolicyChoice, config: CacheShape) -> tuple[CachePoli
             "policy('auto') moves layers while it runs; give a policy with paged layers, whose "
             "unused pages are swapped out to the host"
         )
-    if not any(paged(policy.layout) for policy in policies):
+    if not any(as_paged(policy.layout) for policy in policies):
         raise ValueError("no layer is paged; give a policy with paged layers, such as 'paged'")
     return policies
 
@@ -210,7 +210,7 @@ def _size_pools(
     Raises:
       ValueError: if the number of pages is given twice or not at all, or is 0.
     """
-    layouts = [paged(policy.layout) for policy in policies]
+    layouts = [as_paged(policy.layout) for policy in policies]
     sized = [layout.pages is not None for layout in layouts if layout is not None]
     if any(sized):
         if not all(sized) or pages is not None or memory is not None:
@@ -235,7 +235,7 @@ def _with_pages(policies: Sequence[CachePolicy], pages: int) -> tuple[CachePolic
     """Policies whose pools have ``pages`` pages, where they did not set a number."""
     sized = []
     for policy in policies:
-        layout = paged(policy.layout)
+        layout = as_paged(policy.layout)
         if layout is not None and layout.pages is None:
             policy = replace(policy, layout=replace(layout, pages=pages))
         sized.append(policy)

@@ -13,7 +13,7 @@ from kvjax.cache.state import KVCache
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.model import GenerationDefaults, Model, ModelConfig
 from kvjax.generation.request import GenerationRequest
-from kvjax.layouts import paged
+from kvjax.layouts import as_paged
 from kvjax.memory.sizes import as_plannable
 from kvjax.policies.presets import PolicyChoice, per_layer
 
@@ -71,7 +71,7 @@ def abstract_request_cache(
     policies = list(per_layer(policy, model.config))
     if slots is not None:
         policies = [
-            each if paged(each.layout) else replace(each, layout=each.layout.starting_at(slots))
+            each if as_paged(each.layout) else replace(each, layout=each.layout.starting_at(slots))
             for each in policies
         ]
     make = functools.partial(
