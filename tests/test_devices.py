@@ -316,7 +316,7 @@ def _proposed(cache):
     drafted = _drafted(cache, cache.batch)
     wanted = ProposeInputs(drafted.count, drafted.starts, drafted.count, drafted.tables)
     proposer = DraftModelProposer(7, None, _Attention(), 256, 256)
-    return _sent(cache, propose, proposer, None, _held(cache).past, drafted, wanted)
+    return _sent(cache, propose, proposer, None, _held(cache).history, drafted, wanted)
 
 
 CHANGES = {

@@ -332,7 +332,7 @@ def test_caches_of_different_models_are_not_joined():
     for other in (tiny_config(windows=(None, 9)), tiny_config(head_dim=4, windows=(None, None))):
         with pytest.raises(ValueError, match="the caches are of different models"):
             kvjax.concatenate([one, kvjax.init_cache(other, max_len=8)])
-    with pytest.raises(ValueError, match=r"layer 0 is of .*float32.*float16.*: kvjax.convert"):
+    with pytest.raises(ValueError, match=r"layer 0 has .*float32.*float16.*: kvjax.convert"):
         kvjax.concatenate([one, kvjax.init_cache(CONFIG, kvjax.policy(dtype="float16"), max_len=8)])
 
 
@@ -371,7 +371,7 @@ def test_a_row_that_is_not_there_is_not_chosen_in_silence():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
     found = jax.jit(kvjax.select)(cache, jnp.array([1, 7, -1]))
     assert found.status.tolist() == [0, NO_SUCH_ROW, NO_SUCH_ROW]
-    with pytest.raises(ValueError, match=r"row\(s\) 1, 2 were selected by a number that is no row"):
+    with pytest.raises(ValueError, match=r"row\(s\) 1, 2 were selected by numbers of rows that do not"):
         kvjax.check(found)
 
 

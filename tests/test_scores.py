@@ -84,7 +84,7 @@ def test_a_padded_result_has_the_lists_in_arrays(lm):
         assert scores.ids[row, :real].tolist() == [list(ids) for ids, _ in likeliest]
         assert not scores.chosen[row, real:].any() and not scores.drawn[row, real:].any()
     assert lists.lengths is None
-    with pytest.raises(ValueError, match="padded is 3"):
+    with pytest.raises(ValueError, match="padded must be True or False, got 3"):
         kvjax.generate(lm, PROMPTS, padded=3)
 
 
