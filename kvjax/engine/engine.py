@@ -178,9 +178,10 @@ class Engine:
           prompt: a text, or token ids.
           callback: called with the handle, in the thread of ``step``, when the request has new
             output or has ended.
-          max_new_tokens, temperature, top_k, top_p, min_p, typical_p, repetition_penalty,
-            frequency_penalty, presence_penalty, no_repeat_ngram_size, logit_bias, min_new_tokens,
-            stop, eos_token_ids: as for ``generate``.
+          max_new_tokens, min_new_tokens, stop, eos_token_ids: as for ``generate``.
+          temperature, top_k, top_p, min_p, typical_p, logit_bias: as for ``generate``.
+          repetition_penalty, frequency_penalty, presence_penalty: as for ``generate``.
+          no_repeat_ngram_size: as for ``generate``.
           seed: of its random numbers.
           logprobs: report the log-probability of each new token, and this many of the likeliest
             tokens, at most 20.
