@@ -1,7 +1,7 @@
 """Chat templates: Jinja text from a checkpoint, rendered in a sandbox.
 
-A template is a program that someone else wrote. It runs in Jinja's immutable sandbox, and sees
-nothing but plain data: strings, numbers, lists and dicts, copied from what the caller gave.
+Templates are untrusted code. They run in Jinja's immutable sandbox and see only plain data: copies
+of the strings, numbers, lists and dicts that the caller passed.
 """
 
 import datetime
@@ -25,8 +25,8 @@ from .json_fields import Fields, read_json, read_text
 Message = Mapping[str, Any]
 _PROBE = "kvjaxprobe"
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
-"""Where the text of a conversation is cut. Transformers' own mark, which some templates know; its
-space shows whether a template trims."""
+"""Marks where the rendered conversation is cut. Transformers uses the same marker, and some
+templates check for it. The trailing space shows whether a template strips the message."""
 
 
 class _Refused(jinja2.TemplateError):
@@ -34,7 +34,7 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what the assistant says, for training; here it changes nothing."""
+    """``{% generation %}`` marks assistant turns for training; it has no effect on rendering."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -44,7 +44,7 @@ class _Generation(Extension):
 
 
 class ChatTemplates:
-    """The templates of a checkpoint, by name; most have only ``default``."""
+    """A checkpoint's chat templates by name. Most checkpoints have only ``default``."""
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], source: str):
         self._texts, self._variables, self._source = dict(texts), dict(variables), source
@@ -63,37 +63,41 @@ class ChatTemplates:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation.
+        """Render a conversation as text.
 
         Args:
-          messages: dicts with ``role`` and ``content``, oldest first. A template of a multimodal
-            checkpoint that reads contents in parts alone gets texts as one part.
-          add_generation_prompt: end with the header of the answer to come; by default it does,
-            unless the last message is continued.
-          continue_final_message: end with the content of the last message, so that the model
-            goes on with it: without the tokens that end a turn.
-          name: which template; by default ``tool_use`` where ``tools`` are given and there is
-            one, else ``default``.
-          template: the text of another one, in their place.
-          **variables: what else the template may see: ``tools``, ``documents``, its own switches.
+          messages: dicts with ``role`` and ``content``, oldest first. If the template reads only
+            lists of content parts (some multimodal checkpoints), string contents are converted to
+            a list with one text part.
+          add_generation_prompt: end with the header of the assistant's next message. The default
+            is True unless ``continue_final_message`` is set.
+          continue_final_message: end with the content of the last message and omit the
+            end-of-turn tokens, so that the model continues that message.
+          name: the template to use. The default is ``tool_use`` if ``tools`` are given and the
+            checkpoint has that template, otherwise ``default``.
+          template: the text of a template to use instead of the checkpoint's.
+          **variables: other variables for the template, such as ``tools`` and ``documents``.
 
         Raises:
-          ValueError: if there is no template, no message, a message is not plain data with a
-            role, or the template refuses them; if the last message is to be continued and is no
-            text that the template leaves as it is, or a generation prompt is wanted too.
-          CheckpointError: if the template itself is wrong.
+          ValueError: if the checkpoint has no template, ``messages`` is empty, a message is not
+            plain data with a role, or the template rejects the messages. With
+            ``continue_final_message``, also if the last message has no text, if the template
+            changes that text, or if ``add_generation_prompt`` is set.
+          CheckpointError: if the template itself is invalid.
         """
-        wanted = "a list of at least one message, each a dict"
-        some = [] if isinstance(messages, str | Mapping) else as_list("messages", messages, wanted)
-        if not some:
-            raise ValueError(f"messages must be {wanted}, got {short_repr(messages)}")
-        for message in some:
+        expected = "a list of at least one message, each a dict"
+        checked = (
+            [] if isinstance(messages, str | Mapping) else as_list("messages", messages, expected)
+        )
+        if not checked:
+            raise ValueError(f"messages must be {expected}, got {short_repr(messages)}")
+        for message in checked:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"a message must be a dict with a role, got {short_repr(message)}")
-        # As Transformers: templates know how to miss a key, not how to read None.
-        given = [{k: v for k, v in message.items() if v is not None} for message in some]
+        # Like Transformers: templates handle a missing key but not None.
+        cleaned = [{k: v for k, v in message.items() if v is not None} for message in checked]
         try:
-            plain = json.loads(json.dumps({"messages": given, **variables}))
+            plain = json.loads(json.dumps({"messages": cleaned, **variables}))
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"messages and variables must be plain data: {error}") from error
         ending = as_bool("continue_final_message", continue_final_message)
@@ -101,8 +105,8 @@ class ChatTemplates:
             add_generation_prompt = not ending
         if ending and add_generation_prompt:
             raise ValueError(
-                "continue_final_message goes with add_generation_prompt=False: the last message is "
-                "continued, or an answer to it begins"
+                "continue_final_message and add_generation_prompt can't both be set: pass "
+                "add_generation_prompt=False"
             )
         final = _marked(plain["messages"]) if ending else ""
         text = template or self._choose(name, tools=variables.get("tools") is not None)
@@ -110,17 +114,17 @@ class ChatTemplates:
         if self._reads_parts(text, scope):
             scope["messages"] = [_parted(message) for message in scope["messages"]]
         try:
-            found = _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
+            rendered = _compile(text).render(scope, add_generation_prompt=add_generation_prompt)
         except _Refused as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{self._source}: the chat template fails: {error}") from error
         except (OverflowError, RecursionError, LookupError, AttributeError) as error:
             raise CheckpointError(f"{self._source}: the chat template fails: {error!r}") from error
-        return _cut(found, final) if ending else found
+        return _cut(rendered, final) if ending else rendered
 
     def _reads_parts(self, text: str, scope: Mapping[str, Any]) -> bool:
-        """Whether a template loses a content that is a text, and shows one that is in parts."""
+        """Whether a template renders a list of content parts but drops a string content."""
         if text not in self._in_parts:
             message = {"role": "user", "content": _PROBE}
             shown = (
@@ -136,7 +140,8 @@ class ChatTemplates:
             name = "tool_use" if tools and "tool_use" in self._texts else "default"
         if name not in self._texts:
             raise ValueError(
-                f"there is no chat template {name!r}; there are {', '.join(sorted(self._texts))}"
+                f"{self._source}: this checkpoint has no chat template {name!r}; expected one of "
+                f"{', '.join(sorted(self._texts))}"
             )
         return self._texts[name]
 
@@ -150,17 +155,19 @@ def _parted(message: Message) -> Message:
 def _shows(text: str, scope: Mapping[str, Any]) -> bool:
     try:
         return _PROBE in _compile(text).render(scope, add_generation_prompt=True)
-    except Exception:  # of whatever kind: then it shows nothing
+    except Exception:  # a template that fails renders nothing
         return False
 
 
 def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -> ChatTemplates:
-    """Read a checkpoint's templates: ``chat_template.jinja`` and its like, which go first, or
-    ``chat_template`` of ``tokenizer_config.json``, one text or a list with names, or that of
-    ``chat_template.json``, where older multimodal checkpoints have it.
+    """Read a checkpoint's chat templates.
+
+    Sources, in order of priority: ``chat_template.jinja`` and ``additional_chat_templates/``; the
+    field ``chat_template`` in ``tokenizer_config.json``, a string or a list of named templates; the
+    same field in ``chat_template.json``, used by older multimodal checkpoints.
 
     Raises:
-      CheckpointError: if a file can't be read or the field has a wrong form.
+      CheckpointError: if a file can't be read or the field has the wrong type.
     """
     file = folder / "chat_template.jinja"
     texts = {"default": read_text(file)} if file.exists() else {}
@@ -178,34 +185,36 @@ def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -
         try:
             texts = {str(entry["name"]): str(entry["template"]) for entry in value}
         except (TypeError, KeyError) as error:
-            raise config.wrong("chat_template", "a text, or a list of name and template") from error
+            raise config.wrong(
+                "chat_template", "a string, or a list of objects with name and template"
+            ) from error
     return ChatTemplates(texts, variables, str(config.file))
 
 
 def _marked(messages: list[dict[str, Any]]) -> str:
-    """Mark the end of the last message's text, and give that text."""
+    """Append the marker to the last message's text, and return the text without it."""
     content = messages[-1].get("content")
     holder, key = (messages[-1], "content")
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         holder, key = content[-1], "text"
     final = holder.get(key)
     if not isinstance(final, str):
-        raise ValueError("continue_final_message: the last message has no text to go on with")
+        raise ValueError("continue_final_message: the last message has no text to continue")
     holder[key] = final + _CUT
     return final
 
 
 def _cut(rendered: str, final: str) -> str:
-    """The rendered conversation, up to the mark after the last message's text."""
+    """The rendered conversation up to the marker after the last message's text."""
     end = rendered.rfind(_CUT.rstrip())
     trims = not rendered.startswith(_CUT, end)
-    found = rendered[: max(end, 0)]
-    if end < 0 or not found.endswith(final) or (trims and final != final.rstrip()):
+    rendered = rendered[: max(end, 0)]
+    if end < 0 or not rendered.endswith(final) or (trims and final != final.rstrip()):
         raise ValueError(
             "continue_final_message: the chat template strips or changes the last message, "
-            f"{final!r:.80}, so the model can't go on with it as it is"
+            f"{final!r:.80}, so the model can't continue it exactly"
         )
-    return found
+    return rendered
 
 
 @functools.lru_cache(maxsize=32)
@@ -230,7 +239,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, leaves <, > and & as they are."""
+    """Unlike Jinja's ``tojson``, does not escape ``<``, ``>`` and ``&``."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -152,8 +152,8 @@ def _rope_fields(config: Fields) -> Fields:
 def _kind(rope: Fields, form: RopeForm) -> str:
     name = "rope_type" if rope.raw("rope_type") is not None else "type"
     older = dict(form.older)
-    found = rope.choice(name, "default", (*form.kinds, *older))
-    return older.get(found, found)
+    kind = rope.choice(name, "default", (*form.kinds, *older))
+    return older.get(kind, kind)
 
 
 def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
@@ -161,7 +161,7 @@ def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
     if kind == "default":
         return {}
     if kind == "dynamic" and dim < 4:
-        raise rope.wrong("rope_type", f"another kind: dynamic needs 4 rotated channels, not {dim}")
+        raise rope.wrong("rope_type", f"another type: dynamic needs 4 rotated channels, not {dim}")
     if kind == "longrope":
         parameters: dict[str, Parameter] = {
             name: rope.numbers(name, dim // 2) for name in ("long_factor", "short_factor")
@@ -280,8 +280,8 @@ def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
     if rule == "none":
         return (None,) * layers
     # A missing window is 4,096, except for "named"; null disables it.
-    told, named = "sliding_window" in config.values, config.raw("sliding_window") is not None
-    has_window = named or (not told and rule != "named")
+    present, named = "sliding_window" in config.values, config.raw("sliding_window") is not None
+    has_window = named or (not present and rule != "named")
     window = config.integer("sliding_window", 4096) if has_window else None
     if rule in ("some", "used") and not config.flag("use_sliding_window", False):
         window = None
@@ -302,7 +302,7 @@ def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
             "layer_types", f"{layers} names, each full_attention or sliding_attention"
         )
     if window is None and "sliding_attention" in kinds:
-        raise config.wrong("layer_types", "full_attention alone: sliding_window is not in use")
+        raise config.wrong("layer_types", "only full_attention: sliding_window is not in use")
     return tuple(known[kind] for kind in kinds)
 
 

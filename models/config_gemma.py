@@ -1,4 +1,4 @@
-"""Read ``config.json`` of Gemmas."""
+"""Read ``config.json`` of the Gemma families."""
 
 from dataclasses import replace
 from typing import Any
@@ -77,7 +77,7 @@ def read_gemma3n(config: Fields) -> Gemma3nConfig:
     inner = config.raw("intermediate_size", _GEMMA3N.intermediate_size)
     sizes = inner if isinstance(inner, list) else [inner] * layers
     if len(sizes) != layers or not all(type(size) is int and size > 0 for size in sizes):
-        raise config.wrong("intermediate_size", f"a number above 0, or {layers} of them")
+        raise config.wrong("intermediate_size", f"a number above 0, or a list of {layers}")
     sparse = config.raw("activation_sparsity_pattern")
     if sparse is None:
         sparse = [0.95] * (10 if layers > 10 else 0)
@@ -86,11 +86,12 @@ def read_gemma3n(config: Fields) -> Gemma3nConfig:
     if wrong or not all(type(part) in (int, float) and 0 <= part < 1 for part in sparse):
         raise config.wrong("activation_sparsity_pattern", f"{layers} numbers from 0 to below 1")
     kinds = ["full_attention" if (n + 1) % 5 == 0 else "sliding_attention" for n in range(layers)]
-    told = {"layer_types": config.raw("layer_types", kinds), "intermediate_size": sizes[0]}
-    told["sliding_window"] = config.raw("sliding_window", 512)
-    shared, rope_sizes = read_shared(replace(config, values={**config.values, **told}), _GEMMA3N)
+    defaults = {"layer_types": config.raw("layer_types", kinds), "intermediate_size": sizes[0]}
+    defaults["sliding_window"] = config.raw("sliding_window", 512)
+    completed = replace(config, values={**config.values, **defaults})
+    shared, rope_sizes = read_shared(completed, _GEMMA3N)
     rope, local_rope = read_ropes(config, FULL, LOCAL, **rope_sizes)
-    found = Gemma3nConfig(
+    result = Gemma3nConfig(
         **shared,
         rope=rope,
         local_rope=local_rope,
@@ -105,10 +106,10 @@ def read_gemma3n(config: Fields) -> Gemma3nConfig:
         scale_corrected=config.flag("altup_correct_scale", True),
         laurel_rank=config.integer("laurel_rank", 64),
     )
-    if found.active >= found.streams:
-        raise config.wrong("altup_active_idx", f"below altup_num_inputs = {found.streams}")
-    _check_shared(config, found)
-    return found
+    if result.active >= result.streams:
+        raise config.wrong("altup_active_idx", f"below altup_num_inputs = {result.streams}")
+    _check_shared(config, result)
+    return result
 
 
 def read_gemma4(config: Fields) -> Gemma4Config:
@@ -118,15 +119,15 @@ def read_gemma4(config: Fields) -> Gemma4Config:
     kinds = ["full_attention" if (n + 1) % 6 == 0 else "sliding_attention" for n in range(layers)]
     kinds = config.raw("layer_types", kinds)
     if isinstance(kinds, list) and kinds:
-        kinds = [*kinds[:-1], "full_attention"]  # as in Transformers, whatever the file says
-    # Older forms of rotary parameters, outside of these, are not read in Transformers either.
-    told = {**dict.fromkeys(_NOT_READ4), "layer_types": kinds}
-    told["rope_parameters"] = config.raw("rope_parameters", _ROPES4)
-    told["sliding_window"] = config.raw("sliding_window", 512)
-    config = replace(config, values={**config.values, **told})
+        kinds = [*kinds[:-1], "full_attention"]  # always, as in Transformers
+    # Like Transformers, ignore the older top-level fields for rotary positions.
+    defaults = {**dict.fromkeys(_NOT_READ4), "layer_types": kinds}
+    defaults["rope_parameters"] = config.raw("rope_parameters", _ROPES4)
+    defaults["sliding_window"] = config.raw("sliding_window", 512)
+    config = replace(config, values={**config.values, **defaults})
     shared, sizes = read_shared(config, _GEMMA4)
     keys_are_values = config.flag("attention_k_eq_v", False)
-    kv_heads, head_dim = _of_full_layers(config, shared, keys_are_values)
+    kv_heads, head_dim = _full_attention_heads(config, shared, keys_are_values)
     rope, local_rope = read_ropes(config, _FULL4, _LOCAL4, **sizes, full_head_dim=head_dim)
     shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
     inner = shared["intermediate_size"]
@@ -140,7 +141,7 @@ def read_gemma4(config: Fields) -> Gemma4Config:
         }
         if experts["num_experts_per_tok"] > experts["num_experts"]:
             raise refused(config, "top_k_experts")
-    found = Gemma4Config(
+    result = Gemma4Config(
         **shared,
         **experts,
         rope=rope,
@@ -156,24 +157,24 @@ def read_gemma4(config: Fields) -> Gemma4Config:
         global_head_dim=head_dim,
         keys_are_values=keys_are_values,
     )
-    _check_shared(config, found)
-    return found
+    _check_shared(config, result)
+    return result
 
 
-def _check_shared(config: Fields, found: SharingConfig) -> None:
-    own = found.num_hidden_layers - found.shared_layers
-    if own < 1 or len({*found.windows[:own]}) < len({*found.windows}):
+def _check_shared(config: Fields, result: SharingConfig) -> None:
+    own = result.num_hidden_layers - result.shared_layers
+    if own < 1 or len({*result.windows[:own]}) < len({*result.windows}):
         raise refused(config, "num_kv_shared_layers")
 
 
-def _of_full_layers(
+def _full_attention_heads(
     config: Fields, shared: dict[str, Any], keys_are_values: bool
 ) -> tuple[int, int]:
-    """Heads of keys and values, and their channels, of layers that see everything.
+    """The number of key-value heads and the head dimension of full-attention layers.
 
-    Transformers writes them as ``per_layer_config``, which goes first; published files have
-    ``num_global_key_value_heads``, which counts with ``attention_k_eq_v`` alone, and
-    ``global_head_dim``.
+    Transformers writes them as ``per_layer_config``, which takes precedence. Published files have
+    ``global_head_dim`` and ``num_global_key_value_heads`` instead; the latter is used only if
+    ``attention_k_eq_v`` is true.
     """
     own = config.inner("per_layer_config") or Fields(config.file, {})
     if "per_layer_config" not in config.values:
@@ -182,16 +183,16 @@ def _of_full_layers(
             kv_heads = config.integer("num_global_key_value_heads", kv_heads)
         return _divides(config, shared, kv_heads), config.integer("global_head_dim", 512)
     full = {str(n): {} for n, window in enumerate(shared["windows"]) if window is None}
-    found = {**full, **own.values}
-    first = next(iter(found.values()), {})
-    alike = set(found) == set(full) and all(each == first for each in found.values())
+    layers = {**full, **own.values}
+    first = next(iter(layers.values()), {})
+    alike = set(layers) == set(full) and all(layer == first for layer in layers.values())
     if not (
         alike and isinstance(first, dict) and set(first) <= {"head_dim", "num_key_value_heads"}
     ):
         raise refused(config, "per_layer_config")
-    each = Fields(config.file, first, "per_layer_config.")
-    kv_heads = each.integer("num_key_value_heads", shared["num_key_value_heads"])
-    return _divides(config, shared, kv_heads), each.integer("head_dim", shared["head_dim"])
+    fields = Fields(config.file, first, "per_layer_config.")
+    kv_heads = fields.integer("num_key_value_heads", shared["num_key_value_heads"])
+    return _divides(config, shared, kv_heads), fields.integer("head_dim", shared["head_dim"])
 
 
 def _divides(config: Fields, shared: dict[str, Any], kv_heads: int) -> int:

@@ -1,7 +1,7 @@
 """Read ``config.json``.
 
-Defaults are those of Transformers' configuration classes (5.23): a field that a file leaves out
-has the value there that it has here. Fields that those models do not read are not read here.
+Defaults match Transformers' configuration classes (5.23). Fields that Transformers ignores for a
+model are ignored here too.
 """
 
 from collections.abc import Callable
@@ -45,18 +45,18 @@ _PHI3 = Family(
 
 
 def read_config(folder: Path) -> Config:
-    """Read ``config.json`` of a checkpoint, or the text part's fields of a multimodal one.
+    """Read a checkpoint's ``config.json``. For a multimodal checkpoint, read its text model.
 
     Args:
       folder: the checkpoint's folder, or the file itself.
 
     Returns:
-      The configuration; its ``dtype`` is the file's, or "" where the file has none.
+      The configuration. Its ``dtype`` is "" if the file does not specify one.
 
     Raises:
-      CheckpointError: if the file can't be read, the model is not of a known family, or a field
-        would change the result and is not understood; it names the file, the field, its value
-        and what was expected.
+      CheckpointError: if the file can't be read, the model family is not supported, or a field has
+        an unsupported value that would change the model's output. The message names the file, the
+        field, its value, and what was expected.
     """
     file = folder if (folder := Path(folder)).is_file() else folder / "config.json"
     config = text_fields(Fields(file, read_json(file)))
@@ -124,7 +124,7 @@ def _gpt2(config: Fields) -> GPT2Config:
 
 
 def _either(config: Fields, name: str, own: str, default: int) -> int:
-    """A field by its general name, which goes first, or by GPT-2's own."""
+    """Read a field by its general name, or by GPT-2's name if that is missing."""
     return config.integer(name if config.raw(name) is not None else own, default)
 
 
@@ -135,12 +135,15 @@ def read_t5(config: Fields) -> T5Config:
     first, _, last = str(config.raw("feed_forward_proj", "relu")).rpartition("-")
     if first not in ("", "gated") or last not in ACTIVATIONS:
         raise config.wrong("feed_forward_proj", f"one of {_kinds()}")
-    # The name of version 1.1 means another function than that of Transformers' `gelu`.
+    # T5 1.1's "gated-gelu" is the tanh approximation, unlike Transformers' "gelu".
     activation = "gelu_new" if (first, last) == ("gated", "gelu") else last
     buckets = config.integer("relative_attention_num_buckets", 32, least=4)
     farthest = config.integer("relative_attention_max_distance", 128)
     if farthest <= buckets // 2:
-        raise config.wrong("relative_attention_max_distance", f"above {buckets // 2}, half of them")
+        raise config.wrong(
+            "relative_attention_max_distance",
+            f"above {buckets // 2}, half of relative_attention_num_buckets",
+        )
     return T5Config(
         model_type="t5",
         vocab_size=config.integer("vocab_size", 32128),
@@ -154,8 +157,8 @@ def read_t5(config: Fields) -> T5Config:
         layer_norm_epsilon=config.number("layer_norm_epsilon", 1e-6, positive=False),
         activation=config.choice("dense_act_fn", activation, ACTIVATIONS),
         gated=config.flag("is_gated_act", first == "gated"),
-        # They are tied but where a file has a head that is another, whatever this field says: that
-        # is how files of version 1.1 tell that nothing is divided.
+        # Embeddings are tied unless the files have a different head. The field tie_word_embeddings
+        # does not say so: in files of T5 1.1, false means that outputs are not scaled.
         tie_word_embeddings=True,
         scale_outputs=config.flag(
             "scale_decoder_outputs", config.flag("tie_word_embeddings", True)
@@ -183,4 +186,4 @@ READERS: dict[str, Callable[[Fields], Config]] = {
     "phi3": _phi3,
     "t5": read_t5,
 }
-"""By ``model_type``: those that ``supported`` names."""
+"""The readers of the supported families, by ``model_type``."""

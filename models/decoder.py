@@ -1,10 +1,10 @@
-"""The decoder of Llama-like and Gemma-like models, in the settings of a ``DecoderConfig``.
+"""The decoder of Llama-like and Gemma-like models, configured by a ``DecoderConfig``.
 
-Blocks of grouped-query attention with rotary positions and a gated feed-forward layer, each normed
-before, in Gemma after as well, and in OLMo 2 after alone (Touvron et al., arXiv:2302.13971; Jiang
-et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2, arXiv:2408.00118; Gemma 3,
-arXiv:2503.19786; OLMo 2, arXiv:2501.00656). Attributes bear the names that Transformers gives its
-tensors.
+Each layer has grouped-query attention with rotary positions and a gated feed-forward layer. Norms
+are applied before each of the two, in Gemma also after, and in OLMo 2 only after (Touvron et al.,
+arXiv:2302.13971; Jiang et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2,
+arXiv:2408.00118; Gemma 3, arXiv:2503.19786; OLMo 2, arXiv:2501.00656). Attributes have the same
+names as the tensors in Transformers.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
 
-Feeding = Callable[[Hidden], Hidden]
-"""The feed-forward part of a layer: a module."""
+FeedForwardModule = Callable[[Hidden], Hidden]
+"""The feed-forward module of a layer."""
 
 
 def _norm(config: DecoderConfig, features: int) -> RMSNorm:
@@ -36,7 +36,8 @@ def _norm(config: DecoderConfig, features: int) -> RMSNorm:
 class Attention(nnx.Module):
     """Grouped-query attention of one layer.
 
-    A family whose projections are other ones derives it, and says what ``project`` gives.
+    A family with different projections derives from it and overrides ``make_projections`` and
+    ``project``.
     """
 
     def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
@@ -54,7 +55,13 @@ class Attention(nnx.Module):
         return Linear(fan_in, fan_out, bias=bias, dtype=self.config.dtype, rngs=rngs)
 
     def make_projections(self, width: int, kv_width: int, rngs: nnx.Rngs) -> None:
-        """Make what ``project`` needs, for so many channels of queries, and of keys and values."""
+        """Create the modules that ``project`` uses.
+
+        Args:
+          width: the number of query channels in all heads.
+          kv_width: the number of key channels, and of value channels, in all heads.
+          rngs: random number generators for the initial weights.
+        """
         hidden, bias = self.config.hidden_size, self.config.qkv_bias
         self.q_proj = self.linear(hidden, width, bias, rngs)
         self.k_proj = self.linear(hidden, kv_width, bias, rngs)
@@ -74,19 +81,19 @@ class Attention(nnx.Module):
         values = split_heads(values, config.num_key_value_heads)
         if config.qk_norm and not config.qk_norm_joint:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
-        mixed, context = context.attend(
+        attention_output, context = context.attend(
             layer, queries, keys, values, scale=config.query_scale, window=config.windows[layer],
             soft_cap=config.attn_logit_softcapping,
         )  # fmt: skip
-        return self.o_proj(mixed), context
+        return self.o_proj(attention_output), context
 
 
 class Block(nnx.Module):
-    """One layer: attention, then feed-forward, each normed before and added after.
+    """One layer: attention and feed-forward, each with a residual connection.
 
-    With ``post_norms``, what they give is normed too before it is added; without ``pre_norms``,
-    that alone is. A family that has another ``attention`` names it; ``make_feed_forward`` gives
-    another one of these.
+    With ``pre_norms`` the inputs of both are normed, and with ``post_norms`` their outputs. A
+    family with a different attention sets ``attention``; one with a different feed-forward module
+    overrides ``make_feed_forward``.
     """
 
     attention: ClassVar[type[Attention]] = Attention
@@ -106,8 +113,10 @@ class Block(nnx.Module):
             self.post_feedforward_layernorm = norm()
         self.mlp = self.make_feed_forward(config, layer, rngs)
 
-    def make_feed_forward(self, config: DecoderConfig, layer: int, rngs: nnx.Rngs) -> Feeding:
-        """Make that part of a layer."""
+    def make_feed_forward(
+        self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
+    ) -> FeedForwardModule:
+        """Create the feed-forward module of a layer."""
         return FeedForward(
             config.hidden_size,
             config.intermediate_size,
@@ -118,17 +127,19 @@ class Block(nnx.Module):
         )
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
-        mixed, context = self.self_attn(self.input_layernorm(x) if self.pre_norms else x, context)
+        attention_output, context = self.self_attn(
+            self.input_layernorm(x) if self.pre_norms else x, context
+        )
         if self.post_norms:
-            x = x + self.post_attention_layernorm(mixed)
-            fed = self.mlp(self.pre_feedforward_layernorm(x) if self.pre_norms else x)
-            return x + self.post_feedforward_layernorm(fed), context
-        x = x + mixed
+            x = x + self.post_attention_layernorm(attention_output)
+            mlp_output = self.mlp(self.pre_feedforward_layernorm(x) if self.pre_norms else x)
+            return x + self.post_feedforward_layernorm(mlp_output), context
+        x = x + attention_output
         return x + self.mlp(self.post_attention_layernorm(x)), context
 
 
 class Stack(nnx.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the final norm."""
 
     def __init__(self, config: DecoderConfig, block: type[Any], *, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(
@@ -143,8 +154,9 @@ class Stack(nnx.Module):
 class Decoder(Frame):
     """A decoder with its language-model head.
 
-    ``block``: what a layer is; a family that has other ones derives them from ``Block``. ``stack``:
-    what they stand in.
+    Attributes:
+      block: the class of a layer. Families with different layers derive theirs from ``Block``.
+      stack: the class that holds the embedding, the layers and the final norm.
     """
 
     block: ClassVar[type[Any]] = Block
@@ -172,7 +184,7 @@ class Decoder(Frame):
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         x = self.model.embed_tokens(tokens)
         if self.config.scale_embeddings:
-            # The root is rounded to what the model computes in, as it was in training.
+            # The scale is rounded to the model's dtype, as it was in training.
             x = x * jnp.float32(self.config.hidden_size**0.5).astype(x.dtype)
         return x
 

@@ -1,12 +1,13 @@
 """The text part of Gemma 3n (Google, 2025).
 
-Hidden states stand in several streams, of which a layer works on one (AltUp, Baykal et al.,
-arXiv:2301.13310); beside attention there is a product of low rank (LAuReL, Menghani et al.,
-arXiv:2411.07501); each layer is given inputs of its own; of gates the highest alone count; and the
-last layers read keys and values of earlier ones.
+It differs from Gemma 3 as follows. The hidden state consists of several streams, and each layer
+computes on one of them (AltUp, Baykal et al., arXiv:2301.13310). A low-rank branch runs in parallel
+with attention (LAuReL, Menghani et al., arXiv:2411.07501). Each layer has its own input embeddings.
+In some layers, only the largest feed-forward gates are active. The last layers reuse the keys and
+values of earlier layers.
 
-Attributes bear the names that Transformers gives its tensors. Between layers the streams stand in
-one axis, [batch, new, streams * hidden].
+Attributes have the same names as the tensors in Transformers. Between layers, the streams are
+concatenated: [batch, new, streams * hidden].
 """
 
 from statistics import NormalDist
@@ -30,8 +31,11 @@ Streams = Float[Array, "batch new streams hidden"]
 
 
 class FeedForward(gemma_parts.FeedForward):
-    """Of gates, those alone count that are so far above their mean as the highest ones of a normal
-    distribution are, and by how far they are."""
+    """Feed-forward layer with sparse gates.
+
+    Gates are reduced by a threshold, and negative results are set to 0. The threshold is the
+    quantile ``sparsity`` of a normal distribution with the gates' mean and standard deviation.
+    """
 
     def __init__(self, config: Gemma3nConfig, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
@@ -47,7 +51,8 @@ class FeedForward(gemma_parts.FeedForward):
 
 
 class AltUp(nnx.Module):
-    """What streams are to be before a layer, by all of them, and behind it, by what it gave."""
+    """AltUp: predicts the layer's output in every stream, then corrects all streams with the
+    layer's actual output in the active stream."""
 
     def __init__(self, config: Gemma3nConfig, *, rngs: nnx.Rngs):
         streams, hidden = config.streams, config.hidden_size
@@ -67,14 +72,14 @@ class AltUp(nnx.Module):
         mixing = mixing.reshape(*x.shape[:2], self.streams, self.streams)
         return x + jnp.einsum("bnij,bnjh->bnih", mixing, x)
 
-    def correct(self, predicted: Streams, found: Hidden) -> Streams:
-        news = found - predicted[:, :, self.active]
-        shares = self.correction_coefs(self._modes(found)) + 1
-        return predicted + news[:, :, None] * shares[..., None]
+    def correct(self, predicted: Streams, activated: Hidden) -> Streams:
+        innovation = activated - predicted[:, :, self.active]
+        coefficients = self.correction_coefs(self._modes(activated)) + 1
+        return predicted + innovation[:, :, None] * coefficients[..., None]
 
 
 class Laurel(nnx.Module):
-    """``x`` and the norm of its product of low rank."""
+    """LAuReL: ``x`` plus the norm of a low-rank projection of it."""
 
     def __init__(self, config: Gemma3nConfig, *, rngs: nnx.Rngs):
         self.linear_left = linear(config, config.hidden_size, config.laurel_rank, rngs)
@@ -85,7 +90,7 @@ class Laurel(nnx.Module):
         return x + self.post_laurel_norm(self.linear_right(self.linear_left(x)))
 
 
-class Block(gemma_parts.GivenBlock):
+class Block(gemma_parts.PerLayerInputBlock):
     """One layer."""
 
     def __init__(self, config: Gemma3nConfig, layer: int, *, rngs: nnx.Rngs):
@@ -98,7 +103,7 @@ class Block(gemma_parts.GivenBlock):
         self.post_attention_layernorm = norm(config, hidden)
         self.pre_feedforward_layernorm = norm(config, hidden)
         self.post_feedforward_layernorm = norm(config, hidden)
-        self.make_given(config, layer, rngs)
+        self.make_per_layer_input(config, layer, rngs)
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config = self.config
@@ -106,20 +111,21 @@ class Block(gemma_parts.GivenBlock):
         predicted = self.altup.predict(streams)
         active = predicted[:, :, config.active]
         normed = self.input_layernorm(active)
-        beside = self.laurel(normed)
-        mixed, context = self.self_attn(normed, context)
-        y = (active + self.post_attention_layernorm(mixed) + beside) / 2**0.5
+        laurel = self.laurel(normed)
+        attention_output, context = self.self_attn(normed, context)
+        y = (active + self.post_attention_layernorm(attention_output) + laurel) / 2**0.5
         y = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         streams = self.altup.correct(predicted, y)
         first = streams[:, :, config.active]
         if config.scale_corrected:
             first = first * along(self.altup.correct_output_scale, first)
-        streams = streams.at[:, :, 1:].add(self.given(first, context)[:, :, None])
+        streams = streams.at[:, :, 1:].add(self.per_layer_input(first, context)[:, :, None])
         return streams.reshape(x.shape), context
 
 
 class Stack(gemma_parts.Stack):
-    """Embeddings, of tokens and for each layer, the layers, and what makes and joins streams."""
+    """Token and per-layer embeddings, layers, final norm, and the projections that create and merge
+    the streams."""
 
     def __init__(self, config: Gemma3nConfig, block: type[Any], *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
@@ -142,21 +148,21 @@ class Gemma3n(gemma_parts.Decoder):
 
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         first = super().embed(tokens, context)
-        others = [_as_large(each(first), first) for each in self.model.altup_projections]
+        others = [_match_rms(project(first), first) for project in self.model.altup_projections]
         return jnp.concatenate([first, *others], axis=-1)
 
     def logits(self, x: Hidden) -> Logits:
         first, *others = jnp.split(x, self.config.streams, axis=-1)
-        joined = first
-        for each, other in zip(self.model.altup_unembed_projections, others, strict=True):
-            joined = joined + _as_large(each(other), first)
-        return super().logits(joined / self.config.streams)
+        total = first
+        for project, other in zip(self.model.altup_unembed_projections, others, strict=True):
+            total = total + _match_rms(project(other), first)
+        return super().logits(total / self.config.streams)
 
 
-def _as_large(x: Hidden, other: Hidden) -> Hidden:
-    """``x`` with the root of the mean square that ``other`` has."""
+def _match_rms(x: Hidden, other: Hidden) -> Hidden:
+    """``x`` scaled to the root mean square of ``other``."""
 
-    def square(y: Hidden) -> Array:
+    def mean_square(y: Hidden) -> Array:
         return jnp.mean(jnp.square(y), axis=-1, keepdims=True)
 
-    return x * jnp.sqrt(square(other)) / jnp.sqrt(jnp.maximum(square(x), 1e-5))
+    return x * jnp.sqrt(mean_square(other)) / jnp.sqrt(jnp.maximum(mean_square(x), 1e-5))

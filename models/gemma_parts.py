@@ -1,7 +1,7 @@
-"""What Gemma 3n and Gemma 4 have in common: layers that read an earlier one's keys and values, and
-inputs of each layer's own.
+"""Parts shared by Gemma 3n and Gemma 4: layers that reuse the keys and values of an earlier layer,
+and per-layer input embeddings.
 
-Attributes bear the names that Transformers gives its tensors.
+Attributes have the same names as the tensors in Transformers.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -20,8 +20,8 @@ from .sharding import Divided
 
 
 class LayerInputs(NamedTuple):
-    """``inputs`` [batch, new, layers, width] of each layer, if it has any, and keys and values that
-    later ones read, where there is no cache that has them."""
+    """``inputs``: the per-layer inputs, [batch, new, layers, width], or None. ``shared``: without a
+    cache, the keys and values that later layers reuse, by layer."""
 
     inputs: Array | None
     shared: dict[int, tuple[Array, Array]]
@@ -36,10 +36,10 @@ def linear(config: DecoderConfig, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> 
 
 
 class Attention(nnx.Module):
-    """Attention of one layer; values are normed too, without a scale.
+    """Attention of one layer. Values are normed too, without a scale.
 
-    ``read``: the layer whose keys and values it reads. ``has_values``: whether values have a
-    projection; else they are what keys are before their norm.
+    ``read`` is the layer whose keys and values this layer uses. If ``has_values`` is False, there
+    is no value projection: the values are the keys before their norm.
     """
 
     def __init__(
@@ -78,12 +78,14 @@ class Attention(nnx.Module):
             keys, values = shared[self.read]
             context = context._replace(extra=context.extra._replace(shared=shared))
         scale, window = config.query_scale, config.windows[layer]
-        mixed, context = context.attend(layer, queries, keys, values, scale=scale, window=window)
-        return self.o_proj(mixed), context
+        attention_output, context = context.attend(
+            layer, queries, keys, values, scale=scale, window=window
+        )
+        return self.o_proj(attention_output), context
 
 
 class FeedForward(nnx.Module):
-    """``down(act(gate(x)) * up(x))`` of a layer's own size."""
+    """``down(act(gate(x)) * up(x))``. Each layer has its own intermediate size."""
 
     def __init__(self, config: SharingConfig, layer: int, *, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.inner_sizes[layer]
@@ -99,26 +101,26 @@ class FeedForward(nnx.Module):
         return self.down_proj(self.activation(self.gate(x)) * self.up_proj(x))
 
 
-class GivenBlock(nnx.Module):
-    """A layer that is given inputs of its own."""
+class PerLayerInputBlock(nnx.Module):
+    """A layer with per-layer inputs."""
 
-    def make_given(self, config: SharingConfig, layer: int, rngs: nnx.Rngs) -> None:
-        """Make what ``given`` needs."""
+    def make_per_layer_input(self, config: SharingConfig, layer: int, rngs: nnx.Rngs) -> None:
+        """Create the modules that ``per_layer_input`` uses."""
         hidden, width = config.hidden_size, config.layer_inputs
         self.layer, self.activation = layer, ACTIVATIONS[config.hidden_act]
         self.per_layer_input_gate = linear(config, hidden, width, rngs)
         self.per_layer_projection = linear(config, width, hidden, rngs)
         self.post_per_layer_input_norm = norm(config, hidden)
 
-    def given(self, x: Hidden, context: LayerContext) -> Hidden:
-        """What the layer's inputs add, where its other parts gave ``x``."""
+    def per_layer_input(self, x: Hidden, context: LayerContext) -> Hidden:
+        """The contribution of the layer's inputs, gated by the hidden states ``x``."""
         gate = self.activation(self.per_layer_input_gate(x))
-        found = self.per_layer_projection(gate * context.extra.inputs[:, :, self.layer])
-        return self.post_per_layer_input_norm(found)
+        projected = self.per_layer_projection(gate * context.extra.inputs[:, :, self.layer])
+        return self.post_per_layer_input_norm(projected)
 
 
 class Stack(decoder.Stack):
-    """Embeddings, of tokens and for each layer, and the layers."""
+    """Token embeddings, per-layer embeddings, layers and the final norm."""
 
     def __init__(self, config: SharingConfig, block: type[Any], *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
@@ -132,7 +134,7 @@ class Stack(decoder.Stack):
 
 
 class Decoder(decoder.Decoder):
-    """A decoder of such layers, with its language-model head."""
+    """A decoder with shared key-value layers and per-layer inputs, and its language-model head."""
 
     stack: ClassVar = Stack
     config: SharingConfig
@@ -147,7 +149,7 @@ class Decoder(decoder.Decoder):
             return LayerInputs(None, {})
         shape = (*tokens.shape, config.num_hidden_layers, config.layer_inputs)
         first, dtype = x[..., : config.hidden_size], x.dtype
-        # What the table has not is given what the first token is.
+        # Tokens outside the table use the entry of token 0.
         known = jnp.where(tokens < config.layer_vocab, tokens, 0)
         scale = jnp.asarray(config.layer_inputs**0.5, dtype)
         own = (model.embed_tokens_per_layer(known) * scale).reshape(shape)

@@ -1,4 +1,4 @@
-"""What a checkpoint says of generation: which tokens end a text, and how to sample."""
+"""Read a checkpoint's generation settings: end-of-sequence tokens and sampling parameters."""
 
 from pathlib import Path
 
@@ -22,14 +22,14 @@ _FAMILY_IDS = {
     "olmo2": (None, 50279),
     "t5": (None, 1),
 }
-"""First and last token where no file says: the defaults of Transformers' configurations."""
+"""BOS and EOS token ids if no file has them: the defaults of Transformers' config classes."""
 
 
 def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
-    """Read ``generation_config.json``; ids that it leaves out come from ``config.json``.
+    """Read ``generation_config.json``. Missing token ids are taken from ``config.json``.
 
     Raises:
-      CheckpointError: if a file can't be read or a field has a wrong form.
+      CheckpointError: if a file can't be read or a field has the wrong type.
     """
     config = read_text_fields(folder)
     file = folder / "generation_config.json"
@@ -47,7 +47,7 @@ def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
             default = None
         value = source(name).raw(name, default)
         if value == -1:
-            # Some files say -1 for none.
+            # Some files use -1 for no token.
             return None
         return None if value is None else source(name).integer(name, default, least=0)
 

@@ -1,7 +1,7 @@
-"""GPT-2: learned positions, biases everywhere, norms that centre.
+"""GPT-2: learned positions, layer norms, and biases in all linear layers.
 
-Radford et al., "Language models are unsupervised multitask learners", 2019. Attributes bear the
-names that Transformers gives its tensors; weights are [out, in] here, so ``load`` transposes them.
+Radford et al., "Language models are unsupervised multitask learners", 2019. Attributes have the
+same names as the tensors in Transformers. Weights are [out, in] here, so ``load`` transposes them.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ def _norm(config: GPT2Config) -> LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Attention of one layer; queries, keys and values come from one projection."""
+    """Attention of one layer. Queries, keys and values have one fused projection."""
 
     def __init__(self, config: GPT2Config, layer: int, *, rngs: nnx.Rngs):
         self.heads, self.layer = config.num_attention_heads, layer
@@ -42,8 +42,10 @@ class Attention(nnx.Module):
         queries, keys, values = (
             split_heads(part, self.heads) for part in jnp.split(self.c_attn(x), 3, axis=-1)
         )
-        mixed, context = context.attend(self.layer, queries, keys, values, scale=self.scale)
-        return self.c_proj(mixed), context
+        attention_output, context = context.attend(
+            self.layer, queries, keys, values, scale=self.scale
+        )
+        return self.c_proj(attention_output), context
 
 
 class FeedForward(nnx.Module):
@@ -59,7 +61,7 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: attention, then feed-forward, each normed before and added after."""
+    """One layer: attention and feed-forward, each with a norm before it and a residual."""
 
     def __init__(self, config: GPT2Config, layer: int, *, rngs: nnx.Rngs):
         self.ln_1 = _norm(config)
@@ -68,13 +70,13 @@ class Block(nnx.Module):
         self.mlp = FeedForward(config, rngs=rngs)
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
-        mixed, context = self.attn(self.ln_1(x), context)
-        x = x + mixed
+        attention_output, context = self.attn(self.ln_1(x), context)
+        x = x + attention_output
         return x + self.mlp(self.ln_2(x)), context
 
 
 class Stack(nnx.Module):
-    """Embeddings of tokens and positions, layers, and the last norm."""
+    """Token and position embeddings, layers, and the final norm."""
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
         def embedding(count: int) -> Embedding:
@@ -93,8 +95,7 @@ class GPT2(Frame):
 
     divided: ClassVar = {
         "wte": Divided.ROWS,
-        # Its outputs are queries, keys and values, one behind the other: shares of them would cut
-        # across all three.
+        # The outputs are fused queries, keys and values: shards of them would not align with heads.
         "c_attn": Divided.INPUTS,
         "c_fc": Divided.OUTPUTS,
         "c_proj": Divided.INPUTS,

@@ -10,21 +10,21 @@ from kvjax.core.errors import CheckpointError
 
 
 def read_text(path: Path) -> str:
-    """A text file of a checkpoint.
+    """Read a text file of a checkpoint.
 
     Raises:
-      CheckpointError: if it is not there, can't be read, or is not UTF-8.
+      CheckpointError: if the file does not exist, can't be read, or is not UTF-8.
     """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: there is no such file") from error
+        raise CheckpointError(f"{path}: file not found") from error
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path}: can't be read as text: {error}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file of a checkpoint.
+    """Read a JSON object from a file of a checkpoint.
 
     Raises:
       CheckpointError: if the file can't be read, or is not a JSON object.
@@ -40,14 +40,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of one JSON object. A field that is null counts as absent."""
+    """The fields of a JSON object. A null field counts as missing."""
 
     file: Path
     values: Mapping[str, Any]
     parent: str = ""
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error for a field whose value will not do."""
+        """The error for a field with an invalid value."""
         value = json.dumps(self.values.get(name), default=str)
         if len(value) > 200:
             value = value[:200] + "..."
@@ -91,12 +91,12 @@ class Fields:
             isinstance(x, (int, float)) and not isinstance(x, bool) and x > 0 for x in value
         )
         if not good or len(value) != count:
-            found = f", found {len(value)}" if isinstance(value, list) else ""
-            raise self.wrong(name, f"a list of {count} numbers above 0{found}")
+            suffix = f", found {len(value)}" if isinstance(value, list) else ""
+            raise self.wrong(name, f"a list of {count} numbers above 0{suffix}")
         return tuple(float(x) for x in value)
 
     def inner(self, name: str) -> "Fields | None":
-        """A nested object, or None where there is none."""
+        """A nested object, or None if the field is missing."""
         value = self.raw(name)
         if value is None:
             return None

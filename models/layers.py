@@ -1,4 +1,4 @@
-"""Layers that the model families share. Parameters bear the names Transformers gives them."""
+"""Layers shared by the model families. Parameters have the same names as in Transformers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,14 +22,14 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "gelu_fast": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-"""By the names that ``hidden_act`` and ``activation_function`` have in ``config.json``."""
+"""Activation functions by their names in ``config.json``."""
 
 
 class Linear(nnx.Module):
     """``x @ weight.T + bias`` with ``weight`` [out, in], as checkpoints store it.
 
-    The product contracts the second axes of both: a transpose would copy the weights in a step
-    that has only one row.
+    The product contracts the last axis of both operands: a transpose would copy the weights in
+    decoding steps with a single row.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Linear(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Rows of ``weight`` [count, features] by number, and their products for tied logits."""
+    """Embedding table ``weight`` [count, features], which can also compute tied logits."""
 
     def __init__(self, count: int, features: int, *, dtype: str, rngs: nnx.Rngs):
         self.weight = nnx.Param(normal(rngs, (count, features), dtype))
@@ -53,21 +53,21 @@ class Embedding(nnx.Module):
         return jnp.take(self.weight[...], ids, axis=0, mode="clip")
 
     def logits(self, x: Float[Array, "... features"]) -> Float[Array, "... count"]:
-        """float32 products of ``x`` with every row."""
+        """float32 dot products of ``x`` with every row."""
         return contract_last(x, self.weight[...])
 
 
 def unit(x: Float[Array, "... features"], epsilon: float) -> Float[Array, "... features"]:
-    """float32: ``x`` divided by the root of its mean square."""
+    """``x`` divided by its root mean square, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root of the mean square, in float32; scale by ``weight`` (arXiv:1910.07467).
+    """Root mean square norm (Zhang and Sennrich, arXiv:1910.07467), normalized in float32.
 
-    With an ``offset``, scale by ``offset + weight``: Gemma's norm has 1. Then, or where ``wide``,
-    this is in float32 too.
+    The scale is ``offset + weight``. Gemma uses an offset of 1. The multiplication by the scale is
+    done in float32 if ``wide`` is set or the offset is not 0.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """Centre, divide by the deviation, in float32; scale and shift (arXiv:1607.06450)."""
+    """Layer norm (Ba et al., arXiv:1607.06450), normalized in float32."""
 
     def __init__(self, features: int, *, epsilon: float, dtype: str):
         self.weight = nnx.Param(jnp.ones(features, dtype))
@@ -101,7 +101,7 @@ class LayerNorm(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """``down(act(gate(x)) * up(x))``: a gated feed-forward layer (arXiv:2002.05202)."""
+    """Gated feed-forward layer ``down(act(gate(x)) * up(x))`` (Shazeer, arXiv:2002.05202)."""
 
     def __init__(
         self,
@@ -127,12 +127,12 @@ class FeedForward(nnx.Module):
 
 
 def along(weight: Any, x: Array) -> Array:
-    """A weight [features] with the other axes of ``x`` [..., features], each 1."""
+    """Reshape a weight [features] so that it broadcasts against ``x`` [..., features]."""
     return weight[...].reshape(*[1] * (x.ndim - 1), -1)
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
-    """Random weights for training from scratch: normal, deviation 0.02."""
+    """Random initial weights: normal with standard deviation 0.02."""
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 

@@ -160,8 +160,8 @@ def _read_params(
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's parameters, by their names in files."""
-    found = _flat(Architecture(config).abstract_params())
-    return {name: tuple(leaf.shape) for name, leaf in found.items()}
+    leaves = _flat(Architecture(config).abstract_params())
+    return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
 
 
 def _flat(params: Params) -> dict[str, Any]:
@@ -228,7 +228,7 @@ def locate(
     if exists:
         raise CheckpointError(f"{folder}: is a file; expected the folder of a checkpoint")
     if not _HUB_ID.fullmatch(str(path_or_id)):
-        raise CheckpointError(f"{path_or_id}: there is no such folder, and it is no hub id either")
+        raise CheckpointError(f"{path_or_id}: not an existing folder, and not a valid hub id")
     return _download(str(path_or_id), revision, (*_SMALL_FILES, *weights))
 
 
@@ -255,11 +255,13 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
         raise CheckpointError(f"{name}: the hub has no revision {revision!r} of it") from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
-            f"{name}: there is no such folder here and no such public model on the hub. Check the "
-            "spelling; if it is private, log in with `hf auth login` or set HF_TOKEN"
+            f"{name}: no folder and no public model on the hub has this name. Check the spelling; "
+            "if the model is private, log in with `hf auth login` or set HF_TOKEN"
         ) from error
     except errors.HFValidationError as error:
-        raise CheckpointError(f"{name}: there is no such folder, and no hub id: {error}") from error
+        raise CheckpointError(
+            f"{name}: not an existing folder, and not a valid hub id: {error}"
+        ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise CheckpointError(
             f"{at}: not in the hub's cache, and the hub can't be reached. Connect and try again "

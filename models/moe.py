@@ -1,7 +1,8 @@
-"""Experts in files: a tensor of each, or one of all that joins two matrices.
+"""Mixture-of-experts layers, and the formats in which files store experts.
 
-Here each of the three matrices of a layer's experts is one array [experts, out, in], read at once
-and put together as it is read.
+Files store one tensor per expert and matrix, or stacked tensors in which the gate and up
+projections are fused. In kvjax, each of the three matrices of a layer is one array [experts, out,
+in], assembled when the files are read.
 """
 
 import re
@@ -24,9 +25,12 @@ from .layers import ACTIVATIONS, Hidden, Linear, contract_last, normal
 from .stored import Stored, StoredTensor
 
 Form = Literal["apart", "joined", "stacked"]
-"""How published files have experts: one by one, or all of a layer, gate before up: joined ones as
-[experts, in, out], stacked ones as [experts, out, in]. Those that have them apart may also be saved
-stacked."""
+"""How published files store experts.
+
+``apart``: one tensor per expert; such models may also be saved ``stacked``. ``stacked``: one tensor
+for all experts of a layer, [experts, out, in], with gate and up fused in this order. ``joined``:
+the same, transposed to [experts, in, out].
+"""
 
 _ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _ALL = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
@@ -34,7 +38,7 @@ _ALL = re.compile(r"^(.*\bexperts)\.(gate_up_proj|down_proj)$")
 
 @dataclass(frozen=True)
 class _Stack(StoredTensor):
-    """The same matrix of all experts."""
+    """One matrix of all experts, stored as one tensor per expert."""
 
     parts: tuple[StoredTensor, ...]
 
@@ -49,36 +53,36 @@ class _Stack(StoredTensor):
 
 @dataclass(frozen=True)
 class _Part(StoredTensor):
-    """Rows of all experts, of a tensor that joins two matrices, or that has [in, out]."""
+    """Rows of all experts from a stacked tensor that is fused or transposed."""
 
     joined: StoredTensor
-    turned: bool
+    transposed: bool
     first_row: int
 
     def read(self) -> np.ndarray:
         whole = self.joined.read()
-        whole = whole.swapaxes(1, 2) if self.turned else whole
+        whole = whole.swapaxes(1, 2) if self.transposed else whole
         return whole[:, self.first_row : self.first_row + self.shape[1]]
 
 
 def stack_experts(stored: Stored, form: Form) -> Stored:
-    """The tensors, those of experts as ``<...>.experts.<matrix>.weight`` [experts, out, in].
+    """Combine expert tensors into ``<...>.experts.<matrix>.weight`` [experts, out, in].
 
     Raises:
-      CheckpointError: if an expert lacks a matrix that others have, or has it in another shape or
-        dtype.
+      CheckpointError: if an expert lacks a matrix that other experts have, or if its shape or dtype
+        differs from theirs.
     """
     result: Stored = {}
     experts: dict[str, dict[int, StoredTensor]] = {}
     for name, tensor in stored.items():
-        if found := _ONE.match(name):
-            stack, number, matrix = found.groups()
+        if match := _ONE.match(name):
+            stack, number, matrix = match.groups()
             experts.setdefault(f"{stack}.{matrix}", {})[int(number)] = tensor
-        elif (found := _ALL.match(name)) and len(tensor.shape) == 3:
-            halves = ("gate_proj", "up_proj") if found[2] == "gate_up_proj" else ("down_proj",)
-            parts = _parted(tensor, len(halves), form == "joined")
+        elif (match := _ALL.match(name)) and len(tensor.shape) == 3:
+            halves = ("gate_proj", "up_proj") if match[2] == "gate_up_proj" else ("down_proj",)
+            parts = _split_fused(tensor, len(halves), form == "joined")
             result |= {
-                f"{found[1]}.{half}.weight": part for half, part in zip(halves, parts, strict=True)
+                f"{match[1]}.{half}.weight": part for half, part in zip(halves, parts, strict=True)
             }
         else:
             result[name] = tensor
@@ -88,14 +92,14 @@ def stack_experts(stored: Stored, form: Form) -> Stored:
 def unstack_experts(
     tensors: dict[str, np.ndarray], form: Form | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Parameters as files have them: each in a tensor of its own, but of experts."""
+    """Convert the stacked parameters of experts to the format of the files."""
     for name, values in tensors.items():
         stack, inside, matrix = name.partition(".experts.")
         if form is None or not inside:
             yield name, values
         elif form == "apart":
-            for number, each in enumerate(values):
-                yield f"{stack}.experts.{number}.{matrix}", each
+            for number, expert in enumerate(values):
+                yield f"{stack}.experts.{number}.{matrix}", expert
         elif matrix == "down_proj.weight":
             yield f"{stack}.experts.down_proj", _written(values, form)
         elif matrix == "gate_proj.weight":
@@ -107,15 +111,15 @@ def _written(values: np.ndarray, form: Form) -> np.ndarray:
     return np.ascontiguousarray(values.swapaxes(1, 2)) if form == "joined" else values
 
 
-def _parted(tensor: StoredTensor, count: int, turned: bool) -> Iterator[_Part]:
+def _split_fused(tensor: StoredTensor, count: int, transposed: bool) -> Iterator[_Part]:
     experts, rows, columns = tensor.shape
-    if turned:
+    if transposed:
         rows, columns = columns, rows
     rows //= count
     for number in range(count):
         yield _Part(
             tensor.file, tensor.name, tensor.dtype, (experts, rows, columns), tensor.start,
-            tensor.count // count, tensor, turned, number * rows,
+            tensor.count // count, tensor, transposed, number * rows,
         )  # fmt: skip
 
 
@@ -128,7 +132,7 @@ def _stacked(name: str, parts: dict[int, StoredTensor]) -> _Stack:
         if (part.shape, part.dtype) != (first.shape, first.dtype):
             raise CheckpointError(
                 f"{part.file}: the tensor {part.name} is {part.dtype} {list(part.shape)}; expected "
-                f"{first.dtype} {list(first.shape)}, as of the other experts"
+                f"{first.dtype} {list(first.shape)}, like the other experts"
             )
     tensors = tuple(parts[number] for number in range(count))
     size, shape = sum(part.count for part in tensors), (count, *first.shape)
@@ -146,12 +150,14 @@ class Matrices(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """``down(act(gate(x)) * up(x))`` of many experts.
+    """Experts that each compute ``down(act(gate(x)) * up(x))``.
 
-    Few tokens read the matrices that they chose alone, which are copied for it; where there are at
-    least as many choices as experts, every expert takes all tokens, one expert after the other:
-    ``num_experts / num_experts_per_tok`` times the products that are needed, and no more memory
-    than one expert's. ``scales_inputs``: parts multiply what an expert takes, not what it gives.
+    If the tokens select fewer (token, expert) pairs than there are experts, the weights of the
+    selected experts are gathered. Otherwise a scan applies every expert to all tokens. The scan
+    computes ``num_experts / num_experts_per_tok`` times the necessary products, but needs temporary
+    memory for only one expert.
+
+    ``scales_inputs``: the routing weights scale the experts' inputs instead of their outputs.
     """
 
     def __init__(
@@ -170,13 +176,13 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Rows, chosen: Int[Array, "tokens choices"], parts: Float[Array, "tokens choices"]
     ) -> Rows:
-        """The sum of the chosen experts, weighted by ``parts`` (float32)."""
+        """The sum of the selected experts' outputs, weighted by ``parts`` (float32)."""
         weights = tuple(each.weight[...] for each in (self.gate_proj, self.up_proj, self.down_proj))
         few = chosen.size < weights[0].shape[0]
         return (self._few if few else self._many)(x, weights, chosen, parts).astype(x.dtype)
 
     def _scales(self, parts: Array) -> tuple[Array, Array]:
-        """What an expert's inputs and outputs are multiplied by."""
+        """The scales of an expert's inputs and outputs."""
         ones = jnp.ones_like(parts)
         return (parts, ones) if self.scales_inputs else (ones, parts)
 
@@ -184,13 +190,13 @@ class Experts(nnx.Module):
         gate, up, down = (weight[chosen] for weight in weights)
 
         def products(y: Array, each: Array) -> Array:
-            found = jnp.einsum("tki,tkoi->tko", y, each, preferred_element_type=jnp.float32)
-            return found.astype(x.dtype)
+            result = jnp.einsum("tki,tkoi->tko", y, each, preferred_element_type=jnp.float32)
+            return result.astype(x.dtype)
 
-        before, behind = self._scales(parts[..., None])
+        before, after = self._scales(parts[..., None])
         y = (x[:, None].astype(before.dtype) * before).astype(x.dtype)
         y = self.activation(products(y, gate)) * products(y, up)
-        return jnp.sum(products(y, down).astype(jnp.float32) * behind, axis=1)
+        return jnp.sum(products(y, down).astype(jnp.float32) * after, axis=1)
 
     def _many(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
         tokens, experts = x.shape[0], weights[0].shape[0]
@@ -199,19 +205,19 @@ class Experts(nnx.Module):
 
         def add(total: Array, one: Any) -> tuple[Array, None]:
             (gate, up, down), share = one
-            before, behind = self._scales(share[:, None])
+            before, after = self._scales(share[:, None])
             y = (x.astype(before.dtype) * before).astype(x.dtype)
             gated = self.activation(contract_last(y, gate).astype(x.dtype))
             y = gated * contract_last(y, up).astype(x.dtype)
-            y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * behind
-            # What no one chose may be infinite, and would be NaN times 0.
+            y = contract_last(y, down).astype(x.dtype).astype(jnp.float32) * after
+            # The output for tokens that did not select this expert may be infinite: 0 * inf is NaN.
             return total + jnp.where(share[:, None] != 0, y, 0), None
 
         return lax.scan(add, jnp.zeros(x.shape, jnp.float32), (weights, shares.T))[0]
 
 
 class SparseFeedForward(nnx.Module):
-    """A router, ``gate``, and the experts that it chooses among."""
+    """A top-k router (``gate``) and its experts."""
 
     def __init__(self, config: MoeConfig, *, rngs: nnx.Rngs):
         self.choices, self.norm = config.num_experts_per_tok, config.norm_topk_prob
@@ -222,19 +228,19 @@ class SparseFeedForward(nnx.Module):
 
     def __call__(self, x: Hidden) -> Hidden:
         rows = x.reshape(-1, x.shape[-1])
-        chances = jax.nn.softmax(self.gate(rows).astype(jnp.float32), axis=-1)
-        parts, chosen = lax.top_k(chances, self.choices)
+        probabilities = jax.nn.softmax(self.gate(rows).astype(jnp.float32), axis=-1)
+        parts, chosen = lax.top_k(probabilities, self.choices)
         if self.norm:
             parts = parts / jnp.sum(parts, axis=-1, keepdims=True)
         return self.experts(rows, chosen, parts).reshape(x.shape)
 
 
 class Block(decoder.Block):
-    """One layer; some have a feed-forward part without experts."""
+    """One layer. The layers in ``dense_layers`` have a feed-forward module without experts."""
 
     def make_feed_forward(
         self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
-    ) -> decoder.Feeding:
+    ) -> decoder.FeedForwardModule:
         assert isinstance(config, MoeConfig)
         if layer in config.dense_layers:
             return super().make_feed_forward(config, layer, rngs)
@@ -242,6 +248,9 @@ class Block(decoder.Block):
 
 
 class Moe(decoder.Decoder):
-    """A decoder with experts, and its language-model head; experts are divided as one is."""
+    """A mixture-of-experts decoder with its language-model head.
+
+    On a mesh, each expert's weights are sharded like those in a dense feed-forward layer.
+    """
 
     block: ClassVar = Block

@@ -1,8 +1,9 @@
-"""The text part of a checkpoint that reads images, audio or video too.
+"""Extract the text model from a multimodal checkpoint.
 
-Such a ``config.json`` keeps the text model's fields in ``text_config``, and its files hold the text
-model's tensors under a prefix, beside those of the other parts. Here it becomes what a checkpoint
-of the text model alone would be. Defaults are those of Transformers' configuration classes (5.23).
+A multimodal ``config.json`` keeps the text model's fields in ``text_config``, and the weight files
+store the text model's tensors under a prefix, together with the vision and audio tensors. This
+module converts both to the form of a text-only checkpoint. Defaults match Transformers'
+configuration classes (5.23).
 """
 
 import re
@@ -20,12 +21,16 @@ from .stored import Stored, StoredTensor
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """What a multimodal model says of its text part where its file does not.
+class _MultimodalDefaults:
+    """Defaults of a multimodal model for its text model.
 
-    ``text_type``: the text part's ``model_type``. ``tied``: the default of ``tie_word_embeddings``.
-    ``either``: whether a true one of the text part counts beside a false one outside.
-    ``missing``: the fields where there is no ``text_config``; ``flat``: then they stand outside.
+    Attributes:
+      text_type: the text model's ``model_type``.
+      tied: the default of the outer ``tie_word_embeddings``.
+      either: True if the embeddings are tied when either ``text_config`` or the outer config says
+        so.
+      missing: the text model's fields if there is no ``text_config``.
+      flat: True if the text model's fields may be at the top level instead of in ``text_config``.
     """
 
     text_type: str | None
@@ -35,18 +40,18 @@ class _Whole:
     flat: bool = False
 
 
-WHOLES = {
-    "gemma3": _Whole("gemma3_text", tied=True),
-    "gemma3n": _Whole("gemma3n_text", tied=True),
-    "gemma4": _Whole("gemma4_text", tied=True),
-    "gemma4_unified": _Whole("gemma4_unified_text", tied=True),
-    "idefics3": _Whole("llama", missing={"rms_norm_eps": 1e-5}),
-    "internvl": _Whole("qwen2", tied=True),
-    "llama4": _Whole("llama4_text"),
-    "llava": _Whole("llama", either=True),
-    "llava_next": _Whole("llama"),
-    "llava_onevision": _Whole("qwen2", either=True),
-    "mistral3": _Whole(
+MULTIMODAL = {
+    "gemma3": _MultimodalDefaults("gemma3_text", tied=True),
+    "gemma3n": _MultimodalDefaults("gemma3n_text", tied=True),
+    "gemma4": _MultimodalDefaults("gemma4_text", tied=True),
+    "gemma4_unified": _MultimodalDefaults("gemma4_unified_text", tied=True),
+    "idefics3": _MultimodalDefaults("llama", missing={"rms_norm_eps": 1e-5}),
+    "internvl": _MultimodalDefaults("qwen2", tied=True),
+    "llama4": _MultimodalDefaults("llama4_text"),
+    "llava": _MultimodalDefaults("llama", either=True),
+    "llava_next": _MultimodalDefaults("llama"),
+    "llava_onevision": _MultimodalDefaults("qwen2", either=True),
+    "mistral3": _MultimodalDefaults(
         "mistral", tied=True,
         missing={
             "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768,
@@ -55,13 +60,14 @@ WHOLES = {
             "sliding_window": None, "vocab_size": 131072,
         },
     ),
-    "qwen2_vl": _Whole("qwen2_vl_text", either=True, flat=True),
-    "qwen2_5_vl": _Whole("qwen2_5_vl_text", either=True, flat=True),
-    "qwen3_vl": _Whole("qwen3_vl_text"),
-    "smolvlm": _Whole("llama", missing={"rms_norm_eps": 1e-5}),
-    "vipllava": _Whole("llama"),
+    "qwen2_vl": _MultimodalDefaults("qwen2_vl_text", either=True, flat=True),
+    "qwen2_5_vl": _MultimodalDefaults("qwen2_5_vl_text", either=True, flat=True),
+    "qwen3_vl": _MultimodalDefaults("qwen3_vl_text"),
+    "smolvlm": _MultimodalDefaults("llama", missing={"rms_norm_eps": 1e-5}),
+    "vipllava": _MultimodalDefaults("llama"),
 }  # fmt: skip
-"""By ``model_type``. Any other is read too where ``text_config`` names a family that is read."""
+"""Multimodal models by ``model_type``. A model not listed here is read too if its ``text_config``
+names a supported family."""
 
 _QWEN2_VL = {
     "vocab_size": 152064, "hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80,
@@ -80,86 +86,96 @@ _SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl_text": ("qwen2", _QWEN2_VL),
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000, "rope_theta": 5e5}),
 }  # fmt: skip
-"""Text parts that compute what another family does, and the defaults that differ from its own."""
+"""Text models that are identical to another family: that family, and the defaults that differ."""
 
 _IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 _NOT_TEXT = "vision_", "image_", "video_"
-"""How fields begin that stand beside those of text where there is no ``text_config``."""
+"""Prefixes of top-level fields that do not belong to the text model."""
 TEXT_PREFIX = re.compile(r"^(model\.)?(language_model|text_model)\.")
-"""Prefixes of the names of the text part's tensors."""
+"""Prefix of the text model's tensor names."""
 _PART = re.compile(
     r"^(?:model\.)?(vision_tower|vision_model|vision_embedder|visual|image_tower|video_tower|"
     r"audio_tower|multi_modal_projector|connector|image_newline|embed_vision|embed_audio)(\.|$)"
 )
 
 
-def _is_whole(values: Mapping[str, Any]) -> bool:
+def _is_multimodal(values: Mapping[str, Any]) -> bool:
     name = values.get("model_type")
     if not isinstance(name, str) or name in FAMILIES or name in RELATIVES:
         return False
-    return name in WHOLES or isinstance(values.get("text_config"), dict)
+    return name in MULTIMODAL or isinstance(values.get("text_config"), dict)
 
 
 def is_read(config: Fields) -> bool:
-    """Whether a ``config.json`` is of a family that is read, or has a text part that is."""
-    name = (_text(config)[0] if _is_whole(config.values) else config).raw("model_type")
+    """Whether kvjax supports the model of a ``config.json``, or its text model."""
+    name = (_text(config)[0] if _is_multimodal(config.values) else config).raw("model_type")
     return isinstance(name, str) and name in FAMILIES
 
 
 def text_fields(config: Fields) -> Fields:
-    """The fields of the text part as the config of a text model has them; of any other model, what
-    was given.
+    """The text model's fields, in the form of a text-only config.
+
+    A config that is not multimodal is returned unchanged.
 
     Raises:
-      CheckpointError: if there is a text part, and it is not of a causal family that is read.
+      CheckpointError: if the text model is not of a supported causal family.
     """
-    if not _is_whole(config.values):
+    if not _is_multimodal(config.values):
         return config
     if config.raw("quantization_config"):
         raise config.wrong("quantization_config", EVERYWHERE["quantization_config"])
     if not config.values.get("is_causal", True):
         raise config.wrong("is_causal", EVERYWHERE["is_causal"])
-    text, told = _text(config)
+    text, raw_text = _text(config)
     if text.raw("model_type") == "t5":
-        raise text.wrong("model_type", "a decoder alone: a text part with an encoder is not read")
+        raise text.wrong(
+            "model_type", "a decoder-only model: a text model with an encoder is not supported"
+        )
     check_model_type(text)
     ids = {name: config.raw(name) for name in _IDS if config.raw(name) is not None}
     values = {**text.values, **ids}
     if dtype := read_dtype(config):
         values |= {"dtype": dtype}
-    whole, outer = WHOLES.get(config.raw("model_type"), _Whole(None)), "tie_word_embeddings"
-    tied = config.flag(outer, whole.tied or told.flag(outer, False))
-    if tied or (not whole.either and (whole.text_type or config.raw(outer) is not None)):
+    model, outer = (
+        MULTIMODAL.get(config.raw("model_type"), _MultimodalDefaults(None)),
+        "tie_word_embeddings",
+    )
+    tied = config.flag(outer, model.tied or raw_text.flag(outer, False))
+    if tied or (not model.either and (model.text_type or config.raw(outer) is not None)):
         values[outer] = tied
     return Fields(config.file, values, text.parent)
 
 
 def _text(config: Fields) -> tuple[Fields, Fields]:
-    """The text part's fields under the name of the family that computes the same, and as told."""
-    whole = WHOLES.get(config.raw("model_type"), _Whole(None))
-    told = config.inner("text_config")
-    if told is None and whole.flat:
+    """The text model's fields, twice: with ``model_type`` mapped to a supported family, and as
+    they are in the file."""
+    model = MULTIMODAL.get(config.raw("model_type"), _MultimodalDefaults(None))
+    raw_text = config.inner("text_config")
+    if raw_text is None and model.flat:
         ropes = ("rope_scaling", "rope_parameters")
         flat = {k: v for k, v in config.values.items() if k in ropes or not isinstance(v, dict)}
-        told = Fields(config.file, flat)
-    told = told or Fields(config.file, whole.missing or {})
-    name = told.raw("model_type", whole.text_type)
+        raw_text = Fields(config.file, flat)
+    raw_text = raw_text or Fields(config.file, model.missing or {})
+    name = raw_text.raw("model_type", model.text_type)
     if name == config.raw("model_type"):
-        name = whole.text_type  # some files repeat the outer one
-    values = {**told.values, "model_type": name}
+        name = model.text_type  # some files repeat the outer model_type
+    values = {**raw_text.values, "model_type": name}
     if isinstance(name, str) and name in _SAME_AS:
         name, defaults = _SAME_AS[name]
-        values = {**defaults, **told.values, "model_type": name}
+        values = {**defaults, **raw_text.values, "model_type": name}
         for rope in ("rope_scaling", "rope_parameters"):
             if values.get(rope) and isinstance(values[rope], dict):
                 values[rope] = _on_one_axis(values[rope])
-    return Fields(config.file, values, told.parent), told
+    return Fields(config.file, values, raw_text.parent), raw_text
 
 
 def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions of text. ``mrope`` turns each pair of channels by the token's time, row or
-    column; a token of text has the same number for all three, its position, so that pairs turn as
-    they do without it, by the same frequencies (Wang et al., arXiv:2409.12191, section 2.1)."""
+    """Replace ``mrope`` by the equivalent rotary positions for text.
+
+    ``mrope`` rotates each pair of channels by the token's time, row or column. All three equal the
+    position of a text token, so the rotation is the same as without ``mrope`` (Wang et al.,
+    arXiv:2409.12191, section 2.1).
+    """
     kept = {k: v for k, v in rope.items() if k not in ("mrope_section", "mrope_interleaved")}
     if (rope.get("rope_type") or rope.get("type")) == "mrope":
         kept |= {"type": None, "rope_type": "default"}
@@ -167,17 +183,17 @@ def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_text_fields(folder: Path) -> Fields:
-    """``text_fields`` of a checkpoint's ``config.json``.
+    """Read a checkpoint's ``config.json`` and apply ``text_fields``.
 
     Raises:
-      CheckpointError: as ``text_fields`` does, or if the file can't be read.
+      CheckpointError: if ``text_fields`` raises it, or if the file can't be read.
     """
     file = folder / "config.json"
     return text_fields(Fields(file, read_json(file)))
 
 
 def text_config(folder: Path) -> dict[str, Any]:
-    """What ``config.json`` says, of a multimodal checkpoint as a text model's would say it."""
+    """The content of ``config.json``; for a multimodal checkpoint, in text-only form."""
     values = read_json(folder / "config.json")
     fields = text_fields(Fields(folder / "config.json", values))
     if fields.values is values:
@@ -188,14 +204,14 @@ def text_config(folder: Path) -> dict[str, Any]:
 
 
 def other_part(name: str) -> str | None:
-    """The part that a tensor of a multimodal checkpoint belongs to; None for the text part, and for
-    a tensor of no known part."""
-    found = None if TEXT_PREFIX.match(name) else _PART.match(name)
-    return found and found[1]
+    """The vision, audio or connector module that a tensor belongs to. None for the text model and
+    for unknown tensors."""
+    match = None if TEXT_PREFIX.match(name) else _PART.match(name)
+    return match and match[1]
 
 
 def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
-    """The text part's tensors, and the others by part."""
+    """Split tensors into the text model's and the others, grouped by module."""
     text = {name: tensor for name, tensor in stored.items() if not other_part(name)}
     others: dict[str, list[StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -205,11 +221,11 @@ def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
 
 
 def skipped(others: Mapping[str, list[StoredTensor]]) -> str:
-    """What was left out, in words: parts with their tensors and, where those were found, bytes."""
+    """Describe the skipped modules: number of tensors, and their size if it is known."""
     words = []
     for part, tensors in sorted(others.items()):
         count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"
-        found = all(tensor.dtype for tensor in tensors)
-        size = f", {readable_bytes(sum(tensor.count for tensor in tensors))}" if found else ""
+        known = all(tensor.dtype for tensor in tensors)
+        size = f", {readable_bytes(sum(tensor.count for tensor in tensors))}" if known else ""
         words.append(f"{part} ({count}{size})")
     return ", ".join(words)

@@ -1,7 +1,7 @@
-"""GPT-NeoX and Pythia: heads' projections joined, norms that centre, a residual for both parts.
+"""GPT-NeoX and Pythia: fused projections, layer norms, and parallel attention and feed-forward.
 
-Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373. Attributes bear the names that
-Transformers gives its tensors; the head is ``embed_out`` in files.
+Black et al., arXiv:2204.06745; Biderman et al., arXiv:2304.01373. Attributes have the same names as
+the tensors in Transformers, except for the head, which is ``embed_out`` in files.
 """
 
 from collections.abc import Iterable
@@ -25,7 +25,7 @@ def _norm(config: NeoXConfig) -> LayerNorm:
 
 
 class Attention(nnx.Module):
-    """Attention of one layer; one projection gives query, key and value of a head after another."""
+    """Attention of one layer. The fused projection gives the query, key and value of each head."""
 
     def __init__(self, config: NeoXConfig, layer: int, *, rngs: nnx.Rngs):
         self.config, self.layer = config, layer
@@ -39,8 +39,8 @@ class Attention(nnx.Module):
         heads = split_heads(self.query_key_value(x), self.config.num_attention_heads)
         queries, keys, values = jnp.split(heads, 3, axis=-1)
         scale = self.config.query_scale
-        mixed, context = context.attend(self.layer, queries, keys, values, scale=scale)
-        return self.dense(mixed), context
+        attention_output, context = context.attend(self.layer, queries, keys, values, scale=scale)
+        return self.dense(attention_output), context
 
 
 class FeedForward(nnx.Module):
@@ -57,8 +57,8 @@ class FeedForward(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One layer: with ``parallel_residual`` both parts are of what came in, else one after the
-    other."""
+    """One layer. With ``parallel_residual``, attention and feed-forward both read the layer's
+    input; otherwise feed-forward follows attention."""
 
     def __init__(self, config: NeoXConfig, layer: int, *, rngs: nnx.Rngs):
         self.parallel = config.parallel_residual
@@ -68,14 +68,14 @@ class Block(nnx.Module):
         self.mlp = FeedForward(config, rngs=rngs)
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
-        mixed, context = self.attention(self.input_layernorm(x), context)
-        between = x if self.parallel else x + mixed
-        fed = self.mlp(self.post_attention_layernorm(between))
-        return x + mixed + fed, context
+        attention_output, context = self.attention(self.input_layernorm(x), context)
+        between = x if self.parallel else x + attention_output
+        mlp_output = self.mlp(self.post_attention_layernorm(between))
+        return x + attention_output + mlp_output, context
 
 
 class Stack(nnx.Module):
-    """Embedding, layers and the last norm."""
+    """Embedding, layers and the final norm."""
 
     def __init__(self, config: NeoXConfig, *, rngs: nnx.Rngs):
         self.embed_in = Embedding(
@@ -92,7 +92,7 @@ class NeoX(Frame):
 
     divided: ClassVar = {
         "embed_in": Divided.ROWS,
-        # A head's query, key and value stand together, so shares are whole heads.
+        # The query, key and value of a head are adjacent, so each shard has whole heads.
         "query_key_value": Divided.HEADS,
         "dense": Divided.ATTENDED,
         "dense_h_to_4h": Divided.OUTPUTS,

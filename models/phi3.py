@@ -1,7 +1,7 @@
-"""Phi-3: a Llama whose projections are joined (Abdin et al., arXiv:2404.14219).
+"""Phi-3: Llama with fused projections (Abdin et al., arXiv:2404.14219).
 
-One matrix makes queries, keys and values, and one the two halves of the feed-forward layer; what
-they give is split.
+One projection computes queries, keys and values, and one computes the gate and up halves of the
+feed-forward layer.
 """
 
 from typing import ClassVar
@@ -16,7 +16,7 @@ from .sharding import Divided
 
 
 class Attention(decoder.Attention):
-    """Attention whose queries, keys and values come from one projection, one behind the other."""
+    """Attention with a fused projection of queries, keys and values."""
 
     def make_projections(self, width: int, kv_width: int, rngs: nnx.Rngs) -> None:
         config = self.config
@@ -29,7 +29,7 @@ class Attention(decoder.Attention):
 
 
 class FeedForward(nnx.Module):
-    """``down(act(gate) * up)`` with gate and up from one projection, one behind the other."""
+    """``down(act(gate) * up)`` with a fused projection of gate and up."""
 
     def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
         hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
@@ -57,7 +57,7 @@ class Phi3(decoder.Decoder):
     block: ClassVar = Block
     divided: ClassVar = {
         "embed_tokens": Divided.ROWS,
-        # Shares of their outputs would cut across the parts that stand one behind the other.
+        # The outputs of the next two are fused: shards of them would not align with the parts.
         "qkv_proj": Divided.INPUTS,
         "gate_up_proj": Divided.INPUTS,
         "o_proj": Divided.ATTENDED,

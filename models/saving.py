@@ -1,4 +1,4 @@
-"""A model as a checkpoint again: its parameters, and the files of the one that it came from."""
+"""Save a model as a checkpoint: its parameters, and the other files of its source checkpoint."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from .multimodal import text_config
 from .weights import is_transposed, renamed
 
 SHARD = 4 * 2**30
-"""Bytes of a file of tensors, at most, but of one that is larger alone."""
+"""Maximum size of a weight file in bytes. A single larger tensor gets its own file."""
 _COPIED = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template*", "*.jinja", "*.model",
@@ -30,28 +30,30 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
     """Write a checkpoint in the Transformers format.
 
     Args:
-      config: the model's.
-      params: nested dicts, as ``load`` gives them; they are fetched a file's worth at a time.
-      source: the checkpoint that it came from: its config, tokenizer and settings are copied.
-      folder: where to; made if it is not there.
+      config: the model's configuration.
+      params: nested dicts of arrays, as ``load`` returns. They are copied to the host one file at
+        a time.
+      source: the checkpoint that the model was loaded from. Its config, tokenizer and generation
+        settings are copied.
+      folder: the destination, created if necessary.
 
     Raises:
-      ValueError: if ``source`` is no checkpoint's folder, or ``folder`` has files.
+      ValueError: if ``source`` is not a checkpoint, or ``folder`` is not empty.
     """
     if not (source / "config.json").is_file():
         raise ValueError(
-            f"the model is from {source}, which has no config.json to go on from: save its "
-            "parameters as arrays"
+            f"the model was loaded from {source}, which has no config.json to copy: save its "
+            "parameters as arrays instead"
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} is there, and not an empty folder")
+        raise ValueError(f"{folder} exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
     for pattern in _COPIED:
         for file in source.glob(pattern):
             shutil.copyfile(file, folder / file.name)
     written = text_config(source)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
-    written.pop("torch_dtype", None)  # its older name
+    written.pop("torch_dtype", None)  # the older name of dtype
     written |= {"dtype": dtypes.pop() if len(dtypes) == 1 else config.dtype}
     written |= {"tie_word_embeddings": config.tie_word_embeddings}
     written |= getattr(config, "written", {})
@@ -66,7 +68,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
             name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = _as_stored(shard, config)
         save_file(tensors, folder / name, metadata={"format": "pt"})
-        (folder / name).chmod(0o644)  # the library keeps new files to their owner
+        (folder / name).chmod(0o644)  # safetensors makes new files readable by their owner only
         where |= dict.fromkeys(tensors, name)
         report_progress("writing the weights", number, len(shards))
     if len(shards) > 1:
@@ -76,20 +78,20 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
 
 
 def _as_stored(shard: dict[str, Any], config: Config) -> dict[str, np.ndarray]:
-    """Parameters on the host, as files have them and by the names that they have there."""
-    names, found = config.names, {}
+    """Parameters on the host, with the names and layouts of the files."""
+    names, tensors = config.names, {}
     for name, leaf in shard.items():
         values = np.asarray(fetch(leaf))
-        found[name] = np.ascontiguousarray(values.T if is_transposed(name, names) else values)
-    parts = unstack_experts(found, names.experts)
+        tensors[name] = np.ascontiguousarray(values.T if is_transposed(name, names) else values)
+    parts = unstack_experts(tensors, names.experts)
     return {renamed(name, names.written): values for name, values in parts}
 
 
 def _shards(leaves: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Arrays by their names, a file's worth at a time."""
+    """Group named arrays into files."""
     shard: dict[str, Any] = {}
     for name, leaf in leaves:
-        # A layer's experts stay together: two of their matrices may be one tensor of a file.
+        # Keep a layer's experts in one file: two of their matrices may be fused into one tensor.
         stack, inside, _ = name.partition(".experts.")
         together = inside and any(other.startswith(stack + inside) for other in shard)
         full = sum(x.nbytes for x in shard.values()) + leaf.nbytes > SHARD

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files: where they lie, and their values one by one.
+"""Read tensors from safetensors files, one at a time.
 
-Files are read, not mapped: mapped pages would count as memory until they are unmapped, and change
-with the file.
+Files are read rather than memory-mapped: mapped pages count as used memory until they are unmapped,
+and change when the file changes.
 """
 
 import json
@@ -21,14 +21,14 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
-"""The dtypes of weights that are read, by their names in the files."""
+"""The supported weight dtypes, by their safetensors names."""
 _OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.gguf", "*.ckpt", "*.npz")
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies: a file, and ``count`` bytes of it from ``start``; ``dtype`` is "" where
-    the file is not there, and not needed."""
+    """The location of a tensor: ``count`` bytes of ``file``, from ``start``. ``dtype`` is "" if
+    the file is absent because none of its tensors is needed."""
 
     file: Path
     name: str
@@ -38,11 +38,11 @@ class StoredTensor:
     count: int
 
     def read(self) -> np.ndarray:
-        """The tensor's values, in a new array; those of float64 in float32.
+        """Read the tensor's values into a new array. float64 is converted to float32.
 
         Raises:
-          CheckpointError: if the file ends before the tensor does, or can't be read, or float32
-            can't hold the values.
+          CheckpointError: if the file can't be read or ends inside the tensor, or if a float64
+            value exceeds the range of float32.
         """
         raw = np.empty(self.count, np.uint8)
         try:
@@ -52,7 +52,7 @@ class StoredTensor:
         except OSError as error:
             raise CheckpointError(f"{self.file}: can't be read: {error}") from error
         if got != self.count:
-            raise CheckpointError(f"{self.file}: truncated: it ends inside the tensor {self.name}")
+            raise CheckpointError(f"{self.file}: truncated: the tensor {self.name} is incomplete")
         values = raw.view(jnp.dtype(STORED_DTYPES[self.dtype])).reshape(self.shape)
         return self._narrowed(values) if self.dtype == "F64" else values
 
@@ -70,18 +70,20 @@ Stored = dict[str, StoredTensor]
 
 
 def _none(name: str) -> None:
-    """No tensor is unused."""
+    """The default of ``unused``: every tensor is needed."""
 
 
 def find_tensors(folder: Path, unused: Callable[[str], Any] = _none) -> Stored:
-    """All tensors of a checkpoint's safetensors files, by name; nothing but headers is read.
+    """All tensors of a checkpoint's safetensors files, by name. Reads only the headers.
 
-    ``unused``: whether a tensor of this name is not needed. A file of such tensors alone need not
-    be there.
+    Args:
+      folder: the checkpoint.
+      unused: returns True for the names of tensors that are not needed. A file with only such
+        tensors may be absent.
 
     Raises:
-      CheckpointError: if there are no such files, an index names a file or tensor that is not
-        there, a file is truncated, or its header makes no sense.
+      CheckpointError: if the folder has no safetensors files, the index names an absent file or
+        tensor, a file is truncated, or a header is invalid.
     """
     if (folder / SINGLE).is_file():
         return _read_header(folder / SINGLE)
@@ -100,18 +102,21 @@ def find_tensors(folder: Path, unused: Callable[[str], Any] = _none) -> Stored:
         stored.update(_read_header(folder / name))
     for tensor, name in places.items():
         if tensor not in stored:
-            raise CheckpointError(f"{folder / name}: the tensor {tensor} is missing; {index} "
-                                  "says that it is there")  # fmt: skip
+            raise CheckpointError(
+                f"{folder / name}: the tensor {tensor} is missing, but {index} lists it"
+            )
     return stored
 
 
 def weight_files(folder: Path, unused: Callable[[str], Any] = _none) -> list[str]:
-    """The names of a checkpoint's files of weights, which need not be there yet: by its index,
-    whatever they are called, or the one file. Those of ``unused`` tensors alone are left out.
-    Those that are no safetensors files beside it are left to ``find_tensors``, which refuses them.
+    """The names of a checkpoint's weight files, which may not be downloaded yet.
+
+    The names come from the index. Without an index it is the single file. Files that contain only
+    ``unused`` tensors are left out, and so are names that are not safetensors files in the same
+    folder: ``find_tensors`` raises an error for those.
 
     Raises:
-      CheckpointError: if the index is damaged.
+      CheckpointError: if the index is invalid.
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
@@ -120,7 +125,7 @@ def weight_files(folder: Path, unused: Callable[[str], Any] = _none) -> list[str
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """In which file each tensor is, by the index."""
+    """The file of each tensor, according to the index."""
     places = read_json(folder / INDEX).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(x, str) for x in places.values()):
         raise CheckpointError(f"{folder / INDEX}: weight_map: expected an object of file names")
@@ -128,13 +133,13 @@ def _places(folder: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> CheckpointError:
-    found = sorted(path.name for kind in _OTHER_FORMATS for path in folder.glob(kind))
-    found += sorted(path.name for path in folder.glob("pytorch_model.bin.index.json"))
+    other = sorted(path.name for kind in _OTHER_FORMATS for path in folder.glob(kind))
+    other += sorted(path.name for path in folder.glob("pytorch_model.bin.index.json"))
     message = f"{folder}: no weights: expected {SINGLE} or {INDEX}"
-    if found:
+    if other:
         message = (
-            f"{folder}: the weights are in {found[0]}, which is not read: unpickling can run any "
-            f'code. Convert them once, where torch and transformers are installed: python -c "'
+            f"{folder}: the weights are in {other[0]}, which is not read: unpickling can run "
+            f'arbitrary code. Convert them with torch and transformers: python -c "'
             "from transformers import AutoModelForCausalLM as M; "
             f"M.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
@@ -142,7 +147,7 @@ def _no_weights(folder: Path) -> CheckpointError:
 
 
 def _read_header(file: Path) -> Stored:
-    """The tensors of one file: 8 bytes of header length, a JSON header, the data."""
+    """The tensors of one file. Its format: 8 bytes of header length, a JSON header, the data."""
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -167,7 +172,7 @@ def _read_header(file: Path) -> Stored:
             for name, entry in header.items()
         }  # fmt: skip
         if any(tensor.count < 0 or tensor.start < 8 + length for tensor in stored.values()):
-            raise ValueError("a tensor's bytes begin before the data or end before they begin")
+            raise ValueError("invalid data_offsets")
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise CheckpointError(f"{file}: the header is not one of a safetensors file") from error
     end = max((tensor.start + tensor.count for tensor in stored.values()), default=0)

@@ -1,4 +1,7 @@
-"""What a layer of T5 is made of. Attributes bear the names that Transformers gives its tensors."""
+"""T5 (Raffel et al., arXiv:1910.10683): an encoder and a decoder with relative position biases.
+
+Attributes have the same names as the tensors in Transformers.
+"""
 
 import math
 from collections.abc import Iterable
@@ -33,7 +36,8 @@ def norm(config: T5Config) -> RMSNorm:
 
 
 class Attention(nnx.Module):
-    """Projections of one attention; the first layer of a stack has the biases of all of them."""
+    """The projections of an attention layer. The first layer of a stack (``biased``) holds the
+    relative position biases that all its layers use."""
 
     def __init__(self, config: T5Config, *, biased: bool, rngs: nnx.Rngs):
         self.config = config
@@ -55,17 +59,18 @@ class Attention(nnx.Module):
         return split_heads(self.k(x), heads), split_heads(self.v(x), heads)
 
     def bias(self, *, both_ways: bool) -> Bias:
-        """float32 [batch, heads, new, n] of the positions of queries and of keys."""
+        """A function of query and key positions that returns the bias of the scores, float32
+        [batch, heads, new, n]."""
         config = self.config
         buckets = buckets_of(config.buckets, config.max_distance, both_ways=both_ways)
-        # Of each distance at most: what is farther has the farthest one's.
+        # One entry per distance. Larger distances use the entry of the largest one.
         values = self.relative_attention_bias.weight[...].astype(jnp.float32)[buckets]
 
         return jax.tree_util.Partial(_of_distances, values)
 
 
 def _of_distances(values: Array, queries: Array, keys: Array) -> Array:
-    """float32 [batch, heads, new, n], of ``values`` [2 * farthest + 1, heads] by distance."""
+    """Look up ``values`` [2 * farthest + 1, heads] by distance: float32 [batch, heads, new, n]."""
     farthest = values.shape[0] // 2
     distance = keys[:, None, :] - queries[:, :, None]
     places = jnp.clip(distance, -farthest, farthest) + farthest
@@ -73,11 +78,12 @@ def _of_distances(values: Array, queries: Array, keys: Array) -> Array:
 
 
 def buckets_of(buckets: int, farthest: int, *, both_ways: bool) -> np.ndarray:
-    """Which bias a key has that is ``distance`` tokens ahead of its query, int32[2 * farthest + 1],
-    of distances from ``-farthest`` on.
+    """The relative position bucket of each distance from ``-farthest`` to ``farthest``, int32[2 *
+    farthest + 1]. The distance is positive if the key is after the query.
 
-    Half of the buckets are of one distance each, the others of ever wider ranges. ``both_ways``:
-    half of all are for keys ahead; else those count as no distance, and are not seen.
+    Half of the buckets cover a single distance each; the others cover ranges that grow
+    logarithmically. With ``both_ways``, half of all buckets are for keys after the query. Otherwise
+    attention is causal, and such keys have distance 0.
     """
     distance = np.arange(-farthest, farthest + 1)
     first = np.zeros_like(distance)
@@ -96,7 +102,7 @@ def buckets_of(buckets: int, farthest: int, *, both_ways: bool) -> np.ndarray:
 
 
 class FeedForward(nnx.Module):
-    """``wo(act(wi(x)))``, or with gates ``wo(act(wi_0(x)) * wi_1(x))``."""
+    """``wo(act(wi(x)))``, or if gated, ``wo(act(wi_0(x)) * wi_1(x))``."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -115,7 +121,7 @@ class FeedForward(nnx.Module):
 
 
 class SelfAttentionPart(nnx.Module):
-    """A layer's attention to its own text, and the norm before it."""
+    """A layer's self-attention, and the norm before it."""
 
     def __init__(self, config: T5Config, *, biased: bool, rngs: nnx.Rngs):
         self.SelfAttention = Attention(config, biased=biased, rngs=rngs)
@@ -123,7 +129,7 @@ class SelfAttentionPart(nnx.Module):
 
 
 class CrossAttentionPart(nnx.Module):
-    """A layer's attention to the source, and the norm before it."""
+    """A layer's cross-attention to the source, and the norm before it."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.EncDecAttention = Attention(config, biased=False, rngs=rngs)
@@ -132,17 +138,21 @@ class CrossAttentionPart(nnx.Module):
     def __call__(self, x: Hidden, layer: int, source: KVCache) -> Hidden:
         queries = self.EncDecAttention.queries(self.layer_norm(x))
         rows, heads, new, head_dim = queries.shape
-        # Rows one behind the other that go by the same text are more queries to it.
+        # Consecutive rows that share a source are folded into one row with more queries.
         each = rows // source.batch
         queries = queries.reshape(source.batch, each, heads, new, head_dim).swapaxes(1, 2)
         queries = queries.reshape(source.batch, heads, each * new, head_dim)
-        mixed = kvjax.attend(queries, source, layer, scale=1.0, causal=False)
-        mixed = mixed.reshape(source.batch, heads, each, new, head_dim).swapaxes(1, 2)
-        return x + self.EncDecAttention.o(merge_heads(mixed.reshape(rows, heads, new, head_dim)))
+        attention_output = kvjax.attend(queries, source, layer, scale=1.0, causal=False)
+        attention_output = attention_output.reshape(
+            source.batch, heads, each, new, head_dim
+        ).swapaxes(1, 2)
+        return x + self.EncDecAttention.o(
+            merge_heads(attention_output.reshape(rows, heads, new, head_dim))
+        )
 
 
 class FeedForwardPart(nnx.Module):
-    """A layer's feed-forward part, and the norm before it."""
+    """A layer's feed-forward module, and the norm before it."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         self.DenseReluDense = FeedForward(config, rngs=rngs)
@@ -153,18 +163,18 @@ class FeedForwardPart(nnx.Module):
 
 
 PIECE = 512
-"""Queries of a long text that the encoder takes together."""
+"""Number of queries that the encoder processes at once in long texts."""
 
 
 class LayerInputs(NamedTuple):
-    """The ``bias`` of the decoder's own attention, and the ``source`` that it attends to across."""
+    """The ``bias`` of the decoder's self-attention, and the ``source`` of its cross-attention."""
 
     bias: Bias
     source: KVCache
 
 
 class EncoderBlock(nnx.Module):
-    """One layer of the encoder: every token sees every other."""
+    """One layer of the encoder, with bidirectional attention."""
 
     def __init__(self, config: T5Config, layer: int, *, rngs: nnx.Rngs):
         self.layer = flax_0_12_list(
@@ -180,19 +190,22 @@ class EncoderBlock(nnx.Module):
         attention, normed = own.SelfAttention, own.layer_norm(x)
         queries = attention.queries(normed)
         keys, values = attention.keys_values(normed)
-        x = x + attention.o(merge_heads(_each_sees_all(queries, keys, values, bias, lengths)))
+        x = x + attention.o(
+            merge_heads(_bidirectional_attention(queries, keys, values, bias, lengths))
+        )
         return feed(x)
 
 
-def _each_sees_all(
+def _bidirectional_attention(
     queries: Array, keys: Array, values: Array, bias: Bias, lengths: Counts
 ) -> Float[Array, "batch heads new head_dim"]:
-    """Attention in which every query sees every real token; many queries are taken in pieces."""
+    """Bidirectional attention over the real tokens. Long texts are processed in pieces of
+    ``PIECE`` queries."""
     new = queries.shape[2]
     places = jnp.arange(new, dtype=jnp.int32)
     keys, values = keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
-    def mixed(piece: tuple[Array, Array]) -> Array:
+    def attend_piece(piece: tuple[Array, Array]) -> Array:
         some, at = piece
         return jax.nn.dot_product_attention(
             some.swapaxes(1, 2), keys, values, bias=bias(at[None], places[None]), scale=1.0,
@@ -200,11 +213,11 @@ def _each_sees_all(
         ).swapaxes(1, 2)  # fmt: skip
 
     if new <= PIECE or new % PIECE:
-        return mixed((queries, places))
+        return attend_piece((queries, places))
     batch, heads, _, head_dim = queries.shape
     pieces = queries.reshape(batch, heads, -1, PIECE, head_dim).transpose(2, 0, 1, 3, 4)
-    found = lax.map(mixed, (pieces, places.reshape(-1, PIECE)))
-    return found.transpose(1, 2, 0, 3, 4).reshape(queries.shape)
+    output = lax.map(attend_piece, (pieces, places.reshape(-1, PIECE)))
+    return output.transpose(1, 2, 0, 3, 4).reshape(queries.shape)
 
 
 class DecoderBlock(nnx.Module):
@@ -225,15 +238,20 @@ class DecoderBlock(nnx.Module):
         own, across, feed = parts
         attention, normed = own.SelfAttention, own.layer_norm(x)
         keys, values = attention.keys_values(normed)
-        mixed, context = context.attend(
-            self.number, attention.queries(normed), keys, values, scale=1.0, bias=context.extra.bias
+        attention_output, context = context.attend(
+            self.number,
+            attention.queries(normed),
+            keys,
+            values,
+            scale=1.0,
+            bias=context.extra.bias,
         )
-        x = across(x + attention.o(mixed), self.number, context.extra.source)
+        x = across(x + attention.o(attention_output), self.number, context.extra.source)
         return feed(x), context
 
 
 class Stack(nnx.Module):
-    """The layers of one side, and the norm behind them."""
+    """The layers of the encoder or decoder, and the final norm."""
 
     def __init__(self, config: T5Config, block: type[Any], layers: int, *, rngs: nnx.Rngs):
         self.block = flax_0_12_list(block(config, layer, rngs=rngs) for layer in range(layers))
@@ -245,7 +263,7 @@ class Stack(nnx.Module):
 
 
 class T5(Frame):
-    """T5 with its language-model head: the frame is the decoder's."""
+    """T5 with its language-model head. ``Frame`` runs the decoder, ``read`` the encoder."""
 
     config: T5Config
     divided: ClassVar = {
@@ -264,8 +282,8 @@ class T5(Frame):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         if config.dtype == "float16":
             raise ValueError(
-                "dtype is float16, which can't hold what T5's layers give: load it in bfloat16 or "
-                "float32"
+                "dtype is float16, but T5's activations exceed its range: load the model in "
+                "bfloat16 or float32"
             )
         self.config = config
         size = config.vocab_size, config.hidden_size
@@ -275,7 +293,7 @@ class T5(Frame):
         super().__init__(config, rngs=rngs)
 
     def read(self, tokens: Int[Array, "batch new"], lengths: Counts, source: KVCache) -> KVCache:
-        """The encoder's one pass over a text: keys and values of each of the decoder's layers, in
+        """Run the encoder, and append the cross-attention keys and values of each decoder layer to
         the empty cache ``source``."""
         x, bias = self.shared(tokens), self.encoder.bias(both_ways=True)
         for block in self.encoder.block:
@@ -299,8 +317,8 @@ class T5(Frame):
             raise ValueError(NOT_ENCODED)
         if tokens.shape[0] % source.batch:
             raise ValueError(
-                f"the encoder has read {source.batch} texts, and this call has {tokens.shape[0]} "
-                "row(s): give as many of each"
+                f"the encoder has read {source.batch} text(s), but this call has "
+                f"{tokens.shape[0]} row(s): pass the same number of rows for each text"
             )
         return LayerInputs(self.decoder.bias(both_ways=False), source)
 

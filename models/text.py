@@ -1,4 +1,4 @@
-"""Text to token ids and back, by the checkpoint's own ``tokenizer.json``."""
+"""Convert between text and token ids with the checkpoint's ``tokenizer.json``."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +21,7 @@ _UNREAD = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "me
 class Tokenizer:
     """A checkpoint's tokenizer, with its special tokens and chat templates.
 
-    Texts may contain special tokens by name, as in Transformers.
+    As in Transformers, special tokens that occur in a text are encoded as such.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Tokenizer:
         """Wrap a backend.
 
         Args:
-          backend: what splits texts; padding and truncation are switched off in it.
-          special_tokens: ``bos_token``, ``eos_token`` and so on to their texts.
-          add_bos_token: whether texts begin with the BOS token; None leaves it to the backend.
-          add_eos_token: whether texts end with the EOS token, likewise.
-          templates: chat templates.
+          backend: the underlying tokenizer. Its padding and truncation are disabled.
+          special_tokens: the texts of ``bos_token``, ``eos_token`` and so on.
+          add_bos_token: whether ``encode`` adds the BOS token. None keeps the backend's behavior.
+          add_eos_token: whether ``encode`` adds the EOS token. None keeps the backend's behavior.
+          templates: the chat templates.
         """
         backend.no_truncation()
         backend.no_padding()
@@ -52,7 +52,7 @@ class Tokenizer:
         self._suffix = _with(self._suffix, self.eos_token_id, add_eos_token, first=False)
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """What the backend itself puts before and after a text."""
+        """The ids that the backend itself adds before and after a text."""
         encoding = self.backend.encode("a")
         own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
         if own:
@@ -63,22 +63,22 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it knows; a model's vocabulary may be larger."""
+        """The number of tokens. A model's vocabulary may be larger."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The token that begins a text."""
+        """The id of the beginning-of-sequence token, or None."""
         return self._id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a text."""
+        """The id of the end-of-sequence token, or None."""
         return self._id("eos_token")
 
     @property
     def pad_token_id(self) -> int | None:
-        """The token that fills up shorter rows."""
+        """The id of the padding token, or None."""
         return self._id("pad_token")
 
     def _id(self, name: str) -> int | None:
@@ -86,29 +86,32 @@ class Tokenizer:
         return None if token is None else self.backend.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text, with the BOS and EOS tokens that the checkpoint asks for, or none.
+        """Encode a text as token ids.
 
-        An explicit ``add_bos_token`` or ``add_eos_token`` of ``tokenizer_config.json`` goes
-        before what ``tokenizer.json`` does by itself.
+        Args:
+          text: the text.
+          add_special_tokens: add the BOS and EOS tokens that the checkpoint specifies. The fields
+            ``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` take precedence
+            over ``tokenizer.json``.
 
         Raises:
-          ValueError: if the text has half a character (a lone surrogate).
+          ValueError: if the text contains a lone surrogate.
         """
         check_unicode("the text", text)
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def starts(self, text: str) -> list[int]:
-        """Of each token that ``encode`` gives for a text, the characters of the text before it."""
-        found, end = [], 0
+        """The character offset at which each token of ``encode(text)`` starts."""
+        offsets, end = [], 0
         for first, last in self.backend.encode(text, add_special_tokens=False).offsets:
-            # Some tokenizers leave spaces out of what a token spans.
-            found.append(end if text[end:first].isspace() else first)
+            # Some tokenizers do not include spaces in a token's span.
+            offsets.append(end if text[end:first].isspace() else first)
             end = last
-        return [*[0] * len(self._prefix), *found, *[len(text)] * len(self._suffix)]
+        return [*[0] * len(self._prefix), *offsets, *[len(text)] * len(self._suffix)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids; ids that it does not know are left out."""
+        """Decode token ids to text. Unknown ids are skipped."""
         known = [int(i) for i in ids if 0 <= i < 2**32]
         return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
@@ -116,51 +119,51 @@ class Tokenizer:
         """Decode one token at a time.
 
         Args:
-          after: tokens that stand before the first, such as the prompt's; their text is not given
-            again, but a leading space of the first new token shows only behind another.
-          skip_special_tokens: whether special tokens have no text.
+          after: the preceding tokens, such as the prompt. Their text is not returned, but some
+            tokenizers need them to decode a leading space of the first new token.
+          skip_special_tokens: omit special tokens from the text.
         """
         return TextStream(
             lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), after
         )
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
-        """The text of a conversation; see ``ChatTemplates.render``."""
+        """Render a conversation as text; see ``ChatTemplates.render``."""
         return self.templates.render(messages, **options)
 
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
-        """Token ids of a conversation, ready to be answered.
+        """Render a conversation and encode it as token ids.
 
-        The template writes the special tokens itself, so none is added: there is never a second
-        BOS token. Options and errors are those of ``ChatTemplates.render``.
+        The template writes the special tokens itself, so no others are added and there is never a
+        second BOS token. Options and errors are the same as for ``ChatTemplates.render``.
         """
         return self.encode(self.render(messages, **options), add_special_tokens=False)
 
 
-def _with(ids: list[int], token: int | None, wanted: bool | None, *, first: bool) -> list[int]:
-    """``ids`` with or without the BOS (``first``) or EOS token, as wanted."""
-    if wanted is None or token is None or wanted == (token in ids):
+def _with(ids: list[int], token: int | None, add: bool | None, *, first: bool) -> list[int]:
+    """Add or remove the BOS (``first``) or EOS token. None leaves ``ids`` unchanged."""
+    if add is None or token is None or add == (token in ids):
         return ids
-    if not wanted:
+    if not add:
         return [i for i in ids if i != token]
     return [token, *ids] if first else [*ids, token]
 
 
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """The tokenizer of a checkpoint, or None where the folder has no file of one.
+    """Read a checkpoint's tokenizer. Returns None if the folder has no tokenizer file.
 
     Raises:
-      CheckpointError: if a file can't be read, or the tokenizer is in a form that is not read.
+      CheckpointError: if a file can't be read, or the tokenizer's format is not supported.
     """
     file = folder / "tokenizer.json"
     if not file.exists():
-        found = [name for name in _UNREAD if (folder / name).exists()]
-        if not found:
+        unsupported = [name for name in _UNREAD if (folder / name).exists()]
+        if not unsupported:
             return None
         raise CheckpointError(
-            f"{folder}: the tokenizer is in {found[0]}, which is not read; expected "
-            "tokenizer.json. Convert it once, where transformers is installed (and sentencepiece, "
-            'for tokenizer.model): python -c "from transformers import AutoTokenizer as T; '
+            f"{folder}: the tokenizer is in {unsupported[0]}, which is not read; expected "
+            "tokenizer.json. Convert it with transformers (and sentencepiece for "
+            'tokenizer.model): python -c "from transformers import AutoTokenizer as T; '
             f"T.from_pretrained('{folder}').save_pretrained('{folder}')\""
         )
     try:
@@ -200,7 +203,7 @@ def _token(config: Fields, name: str, value: Any) -> tokenizers.AddedToken:
         return tokenizers.AddedToken(value, special=True, normalized=False)
     known = ("single_word", "lstrip", "rstrip", "normalized", "special")
     if not isinstance(value, dict) or not isinstance(value.get("content"), str):
-        raise config.wrong(name, "a token's text, or an object with its content")
+        raise config.wrong(name, "a string, or an object with content")
     flags = {key: bool(value[key]) for key in known if key in value}
     return tokenizers.AddedToken(value["content"], **{"special": True, **flags})
 
@@ -208,16 +211,15 @@ def _token(config: Fields, name: str, value: Any) -> tokenizers.AddedToken:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Fields, named: dict[str, tokenizers.AddedToken]
 ) -> None:
-    """Tokens that ``tokenizer_config.json`` has and ``tokenizer.json`` lacks, as Transformers
-    adds them."""
+    """Add the tokens that only ``tokenizer_config.json`` has, like Transformers does."""
     decoder = config.inner("added_tokens_decoder")
     if decoder is not None:
         if not all(key.isdecimal() for key in decoder.values):
             raise config.wrong("added_tokens_decoder", "an object whose keys are token ids")
         for key in sorted(decoder.values, key=int):
             backend.add_tokens([_token(decoder, key, decoder.values[key])])
-    held = {token.content for token in backend.get_added_tokens_decoder().values()}
+    existing = {token.content for token in backend.get_added_tokens_decoder().values()}
     extra = config.raw("additional_special_tokens") or config.raw("extra_special_tokens") or []
     values = list(extra.values()) if isinstance(extra, dict) else list(extra)
     tokens = [*named.values(), *(_token(config, "extra_special_tokens", v) for v in values)]
-    backend.add_special_tokens([token for token in tokens if token.content not in held])
+    backend.add_special_tokens([token for token in tokens if token.content not in existing])

@@ -1,7 +1,7 @@
-"""A model's parameters from a checkpoint's tensors.
+"""Load a model's parameters from a checkpoint's tensors.
 
-Each tensor is read into memory of its own, converted, put on the device, and let go before the
-next, so that loading needs little more than the model and its largest tensor.
+Each tensor is read, converted, moved to the device, and freed before the next one is read. Peak
+memory is therefore about the size of the model plus its largest tensor.
 """
 
 import re
@@ -26,25 +26,25 @@ HEAD = "lm_head.weight"
 
 
 class OutOfRangeError(ValueError):
-    """A tensor whose numbers float16 can't hold."""
+    """A tensor's values are outside the range of float16."""
 
 
 def match_names(
     stored: Stored, expected: Iterable[str], names: TensorNames, *, tied: bool
 ) -> Stored:
-    """Give stored tensors the names that the model's parameters have.
+    """Rename stored tensors to the names of the model's parameters.
 
-    A model saved without its head lacks a prefix, and as a part of another has one more; of a tied
-    pair either may be stored. Buffers that Transformers ignores too are left out, and what files
-    call otherwise is renamed.
+    A model saved without its head lacks a prefix, and a model saved as part of another has an extra
+    one. Of two tied tensors, either may be stored. Buffers that Transformers also ignores are
+    dropped.
     """
-    wanted, result = set(expected), {}
+    parameters, result = set(expected), {}
     stored = _renamed_all(stored, names)
     if names.experts:
         stored = stack_experts(stored, names.experts)
     for name, tensor in stored.items():
-        known = name if name in wanted or name == HEAD else names.prefix + name
-        if known in wanted or (known == HEAD and tied):
+        known = name if name in parameters or name == HEAD else names.prefix + name
+        if known in parameters or (known == HEAD and tied):
             _enter_once(result, known, tensor)
         elif not names.buffers.search(name):
             result[name] = tensor
@@ -54,7 +54,7 @@ def match_names(
 
 
 def _renamed_all(stored: Stored, names: TensorNames) -> Stored:
-    """Stored tensors by the names that are used here; what files hold twice must be the same."""
+    """Rename all tensors. If two map to the same name, their values must be equal."""
     result: Stored = {}
     for name, tensor in stored.items():
         _enter_once(result, renamed(name, ((TEXT_PREFIX, ""), *names.renamed)), tensor)
@@ -66,7 +66,7 @@ def _enter_once(result: Stored, name: str, tensor: StoredTensor) -> None:
     if known is not tensor and not _same(known, tensor):
         raise CheckpointError(
             f"{tensor.file}: the tensors {known.name} and {tensor.name} are one in this model, "
-            "and differ"
+            "and differ in the file"
         )
 
 
@@ -79,16 +79,16 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def renamed(name: str, rules: tuple[tuple[re.Pattern[str], str], ...]) -> str:
-    """A tensor's name where some parts of names are called otherwise."""
+    """Apply renaming rules, pairs of pattern and replacement, to a tensor's name."""
     for pattern, other in rules:
         name = pattern.sub(other, name)
     return name
 
 
 def head_differs(stored: Stored, names: TensorNames) -> bool:
-    """Whether ``lm_head.weight`` is stored beside the embedding it is tied to, and is another.
+    """Whether both ``lm_head.weight`` and the embedding it is tied to are stored and differ.
 
-    Transformers then does not tie them, so neither does ``load``.
+    Transformers does not tie them then, and neither does ``load``.
     """
     if HEAD not in stored or names.embedding not in stored:
         return False
@@ -96,27 +96,27 @@ def head_differs(stored: Stored, names: TensorNames) -> bool:
 
 
 def check_tensors(stored: Stored, shapes: dict[str, tuple[int, ...]], names: TensorNames) -> None:
-    """Compare what is stored with what the model has.
+    """Check the stored tensors against the model's parameters.
 
     Raises:
-      CheckpointError: naming tensors that are missing, surplus, misshapen, or of a dtype that
-        is not read.
+      CheckpointError: if tensors are missing or unexpected, or have the wrong shape or an
+        unsupported dtype. The message names them.
     """
     files = ", ".join(sorted({str(tensor.file) for tensor in stored.values()})) or "the weights"
     if missing := [name for name in shapes if name not in stored]:
         raise CheckpointError(f"{files}: {_list('missing tensor', missing)}")
     if surplus := [name for name in stored if name not in shapes]:
         raise CheckpointError(
-            f"{stored[surplus[0]].file}: {_list('surplus tensor', surplus)}: the model that "
-            "config.json describes has no such part"
+            f"{stored[surplus[0]].file}: {_list('surplus tensor', surplus)}: the model described "
+            "by config.json does not use them"
         )
     for name, shape in shapes.items():
         tensor = stored[name]
-        right = shape[::-1] if is_transposed(name, names) else shape
-        if tensor.shape != right:
+        expected_shape = shape[::-1] if is_transposed(name, names) else shape
+        if tensor.shape != expected_shape:
             raise CheckpointError(
                 f"{tensor.file}: the tensor {name} has shape {list(tensor.shape)}; expected "
-                f"{list(right)} by config.json"
+                f"{list(expected_shape)} according to config.json"
             )
         _check_dtype(tensor)
 
@@ -140,12 +140,12 @@ def _list(what: str, names: list[str]) -> str:
 
 
 def is_transposed(name: str, names: TensorNames) -> bool:
-    """Whether files hold a parameter as [in, out]."""
+    """Whether files store a parameter as [in, out]."""
     return names.transposed is not None and names.transposed.search(name) is not None
 
 
 def stored_dtype(stored: Stored) -> str:
-    """The dtype of most of a checkpoint's bytes of weights, float32 in place of float64."""
+    """The dtype with the largest share of the checkpoint's bytes. float64 counts as float32."""
     sizes = {"float32": 0}
     for tensor in stored.values():
         if dtype := STORED_DTYPES.get(tensor.dtype):
@@ -155,7 +155,7 @@ def stored_dtype(stored: Stored) -> str:
 
 
 def count_float64(stored: Stored) -> int:
-    """How many of the tensors are float64."""
+    """The number of float64 tensors."""
     return sum(STORED_DTYPES.get(tensor.dtype) in NARROWED for tensor in stored.values())
 
 
@@ -167,24 +167,27 @@ def load_tensors(
     device: Device,
     check_range: bool = False,
 ) -> dict[str, Any]:
-    """Read tensors and put them on a device: a nested dict by the parts of their names.
+    """Read tensors onto one device.
+
+    Returns:
+      Nested dicts of arrays, keyed by the dot-separated parts of the names.
 
     Raises:
-      OutOfRangeError: with ``check_range``, if float16 can't hold a tensor.
+      OutOfRangeError: with ``check_range``, if a tensor is outside the range of float16.
     """
     params: dict[str, Any] = {}
-    room = _Room(shapes.values(), dtype) if device.platform() == "cpu" else None
+    buffer = _Buffer(shapes.values(), dtype) if device.platform() == "cpu" else None
     for number, (name, shape) in enumerate(shapes.items()):
         report_progress("loading", number, len(shapes))
         values = stored[name].read()
         if is_transposed(name, names):
             values = values.T
-        if room is None:
+        if buffer is None:
             values = np.ascontiguousarray(_converted(name, values, dtype, check_range))
         else:
-            place = room.take(shape)
-            place[...] = values
-            values = place
+            array = buffer.take(shape)
+            array[...] = values
+            values = array
         _enter(params, name, jax.block_until_ready(jax.device_put(values)))
         del values  # before the next is read
     return params
@@ -198,10 +201,13 @@ def load_shares(
     shardings: dict[str, NamedSharding],
     check_range: bool = False,
 ) -> dict[str, Any]:
-    """Read tensors, and give every device of a mesh its share of each: a nested dict.
+    """Read tensors onto a mesh: each device gets its shard of each tensor.
+
+    Returns:
+      Nested dicts of arrays, as ``load_tensors`` returns.
 
     Raises:
-      OutOfRangeError: as of ``load_tensors``.
+      OutOfRangeError: with ``check_range``, if a tensor is outside the range of float16.
     """
     params: dict[str, Any] = {}
     for number, (name, shape) in enumerate(shapes.items()):
@@ -217,7 +223,7 @@ def load_shares(
         def share(
             index: Any, values: np.ndarray = values, shares: dict[Any, np.ndarray] = shares
         ) -> np.ndarray:
-            # One for all devices that have the same, and a copy: a view would keep the whole.
+            # Devices with the same shard share one copy. A view would keep the whole tensor alive.
             place = tuple((each.start, each.stop) for each in index)
             if place not in shares:
                 shares[place] = np.array(values[index], jnp.dtype(dtype), order="C")
@@ -230,15 +236,15 @@ def load_shares(
 
 
 def _converted(name: str, values: np.ndarray, dtype: str, check_range: bool) -> np.ndarray:
-    """A tensor in another dtype. With ``check_range``, which is for float16, its largest magnitude
-    must be a normal number of it, or 0."""
-    given = values
+    """Convert a tensor to ``dtype``. With ``check_range`` (for float16), its largest magnitude must
+    be a normal float16 number or 0."""
+    stored = values
     with np.errstate(over="ignore"):
         values = values.astype(jnp.dtype(dtype), copy=False)
     if check_range and values.size:
-        # By their bits, which numpy compares faster than float16.
+        # Compare bit patterns: numpy does this faster than comparing float16 values.
         largest = (values.view(np.uint16) & 0x7FFF).max()
-        if not 0x0400 <= largest < 0x7C00 and (largest or given.any()):
+        if not 0x0400 <= largest < 0x7C00 and (largest or stored.any()):
             raise OutOfRangeError(f"the tensor {name} is not in the range of float16")
     return values
 
@@ -250,16 +256,15 @@ def _enter(params: dict[str, Any], name: str, array: Any) -> None:
     params[last] = array
 
 
-class _Room:
-    """One stretch of memory for all parameters of a model on a CPU.
+class _Buffer:
+    """One contiguous buffer for all parameters of a model on a CPU.
 
-    numpy asks the system for huge pages for it, which a CPU reads several per cent faster than
-    thousands of small ones; and arrays that begin where ``ALIGNED`` says are taken by JAX as they
-    are, without a copy. It is let go with the last of them.
+    numpy requests huge pages for it, which a CPU reads a few percent faster than many small pages.
+    JAX uses the aligned arrays directly, without a copy. The buffer is freed with the last array.
     """
 
     ALIGNED = 64
-    """Bytes of which every array's address is a multiple."""
+    """Alignment of every array's address, in bytes."""
 
     def __init__(self, shapes: Iterable[tuple[int, ...]], dtype: str):
         self._dtype = jnp.dtype(dtype)
@@ -269,13 +274,13 @@ class _Room:
         self._left = memory[start : start + size]
 
     def take(self, shape: tuple[int, ...]) -> np.ndarray:
-        """An array with any values."""
+        """Allocate an uninitialized array."""
         size = self._bytes(shape)
         taken, self._left = self._left[:size], self._left[size:]
         return taken[: self._count(shape) * self._dtype.itemsize].view(self._dtype).reshape(shape)
 
     def _bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of an array, rounded up."""
+        """An array's size in bytes, rounded up to the alignment."""
         return -(-self._count(shape) * self._dtype.itemsize // self.ALIGNED) * self.ALIGNED
 
     @staticmethod

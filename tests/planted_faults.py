@@ -654,8 +654,8 @@ FAULTS = (
     ),
     Fault(
         "a long text's pieces have the first one's places", "models/t5.py",
-        "found = lax.map(mixed, (pieces, places.reshape(-1, PIECE)))",
-        "found = lax.map(mixed, (pieces, places.reshape(-1, PIECE) % PIECE))", ("sources",),
+        "output = lax.map(attend_piece, (pieces, places.reshape(-1, PIECE)))",
+        "output = lax.map(attend_piece, (pieces, places.reshape(-1, PIECE) % PIECE))", ("sources",),
     ),
     Fault(
         "experts of a negative part are left out", "models/moe.py",

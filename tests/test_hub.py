@@ -25,11 +25,11 @@ def folder(tiny_llama_dir: Path, tmp_path: Path) -> Path:
 def test_places_that_are_no_checkpoint(folder, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(folder)  # beside which there is no x
     for path, message in (
-        (tmp_path / "nowhere", "there is no such folder, and it is no hub id either"),
+        (tmp_path / "nowhere", "not an existing folder, and not a valid hub id"),
         (folder / "config.json", "is a file; expected the folder of a checkpoint"),
-        ("a/b/c", "there is no such folder, and it is no hub id either"),
-        ("../x", "there is no such folder, and it is no hub id either"),
-        (tmp_path, r"config\.json: there is no such file"),
+        ("a/b/c", "not an existing folder, and not a valid hub id"),
+        ("../x", "not an existing folder, and not a valid hub id"),
+        (tmp_path, r"config\.json: file not found"),
     ):
         with pytest.raises(kvjax.CheckpointError, match=message):
             models.load(path)
@@ -138,12 +138,12 @@ def hub_error(kind: str, status: int | None = None) -> Exception:
     ("error", "message"),
     [
         (hub_error("GatedRepoError", 403), "is gated. Accept its terms.*HF_TOKEN"),
-        (hub_error("RepositoryNotFoundError", 401), "no such folder here and no such public model"),
+        (hub_error("RepositoryNotFoundError", 401), "no folder and no public model on the hub"),
         (hub_error("RevisionNotFoundError", 404), "the hub has no revision 'v9' of it"),
         (hub_error("LocalEntryNotFoundError"), "at revision v9: not in the hub's cache, and the "
          "hub can't be reached.*HF_HUB_OFFLINE"),
         (hub_error("OfflineModeIsEnabled"), "not in the hub's cache"),
-        (hub_error("HFValidationError"), "no such folder, and no hub id: what the client says"),
+        (hub_error("HFValidationError"), "not a valid hub id: what the client says"),
         (hub_error("HfHubHTTPError", 401), r"refused access \(401\).*HF_TOKEN"),
         (hub_error("HfHubHTTPError", 403), r"refused access \(403\).*accept the model's terms"),
         (hub_error("HfHubHTTPError", 503), "the hub answered 503. Try again later"),

@@ -371,7 +371,9 @@ def test_a_row_that_is_not_there_is_not_chosen_in_silence():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
     found = jax.jit(kvjax.select)(cache, jnp.array([1, 7, -1]))
     assert found.status.tolist() == [0, NO_SUCH_ROW, NO_SUCH_ROW]
-    with pytest.raises(ValueError, match=r"row\(s\) 1, 2 were selected by numbers of rows that do not"):
+    with pytest.raises(
+        ValueError, match=r"row\(s\) 1, 2 were selected by numbers of rows that do not"
+    ):
         kvjax.check(found)
 
 

@@ -111,7 +111,7 @@ def test_the_table_has_a_row_a_policy(found):
     ("settings", "message"),
     [
         ({"facts": 0}, "facts must be an integer >= 1, got 0"),
-        ({"facts": 257}, "257 questions about 257 facts: there may be up to 256 facts"),
+        ({"facts": 257}, "257 questions about 257 facts: expected at most 256 facts"),
         ({"texts": 0}, "texts must be an integer >= 1, got 0"),
         ({"chunk": 0}, "chunk must be an integer >= 1, got 0"),
     ],
@@ -122,10 +122,10 @@ def test_wrong_arguments_are_refused(settings, message):
 
 
 def test_a_model_without_the_tasks_tokens_is_refused(tiny_llama):
-    with pytest.raises(ValueError, match="the task has 321 tokens, the model's vocabulary 258"):
+    with pytest.raises(ValueError, match="needs a vocabulary of 321 tokens, the model's has 258"):
         recall({}, lm=tiny_llama)
 
 
 def test_more_questions_than_facts_are_refused():
-    with pytest.raises(ValueError, match=f"5 questions about 4 facts: there may be up to {KEYS}"):
+    with pytest.raises(ValueError, match=f"5 questions about 4 facts: expected at most {KEYS}"):
         quiz(np.random.default_rng(0), 1, 4, 5)

@@ -246,7 +246,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: models.load().reading("a"): "the model has no encoder",
         lambda: kvjax.plan(lm, max_len=64): "models with an encoder can't be planned for",
         lambda: kvjax.compile(lm, max_len=64, device=jax.devices()[0]): unread,
-        lambda: t5(replace(CONFIG, dtype="float16")): "float16, which can't hold",
+        lambda: t5(replace(CONFIG, dtype="float16")): "float16, but T5's activations",
     }.items():
         with pytest.raises(ValueError, match=message) as error:
             call()

@@ -219,10 +219,10 @@ def test_the_last_message_goes_on(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=f"strips or changes the last message, '{content[0]}"):
             ends(content, template=template)
-    with pytest.raises(ValueError, match="goes with add_generation_prompt=False"):
+    with pytest.raises(ValueError, match="pass add_generation_prompt=False"):
         ends("so", add_generation_prompt=True)
     for content in (None, [], [{"type": "image"}]):
-        with pytest.raises(ValueError, match="the last message has no text to go on with"):
+        with pytest.raises(ValueError, match="the last message has no text to continue"):
             ends(content)
 
 
@@ -260,7 +260,7 @@ def test_named_templates(tmp_path: Path) -> None:
     assert tokenizer.render(messages) == "d"
     assert tokenizer.render(messages, tools=[{"a": 1}]) == "t"
     assert tokenizer.render(messages, name="tool_use") == "t"
-    with pytest.raises(ValueError, match="no chat template 'x'; there are default, tool_use"):
+    with pytest.raises(ValueError, match="no chat template 'x'; expected one of default, tool_use"):
         tokenizer.render(messages, name="x")
 
 
@@ -342,9 +342,9 @@ def test_no_template(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"chat_template": 3}, "chat_template is 3; expected a text, or a list"),
-        ({"chat_template": [{"name": "x"}]}, "chat_template is .*; expected a text, or a list"),
-        ({"bos_token": 5}, "bos_token is 5; expected a token's text"),
+        ({"chat_template": 3}, "chat_template is 3; expected a string, or a list"),
+        ({"chat_template": [{"name": "x"}]}, "chat_template is .*; expected a string, or a list"),
+        ({"bos_token": 5}, "bos_token is 5; expected a string"),
         ({"add_bos_token": "yes"}, 'add_bos_token is "yes"; expected true or false'),
         ({"added_tokens_decoder": {"x": {}}}, "keys are token ids"),
     ],

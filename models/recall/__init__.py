@@ -1,11 +1,12 @@
-"""A model that remembers facts: its files, its task, the recipe that trained it, and its measure.
+"""A model trained for key-value retrieval: its files, task, training recipe and evaluation.
 
-Llama, 370,000 weights in bfloat16: 2 layers, hidden 128, 2 heads of 64 channels, 1,024 positions.
-Its tokens are ids of keys and values (``.task``), so there is no tokenizer. ``.train`` makes it
-again in ten minutes on one processor core; ``.measure`` asks it, through any cache.
+It is a Llama model with 370,000 bfloat16 parameters: 2 layers, hidden size 128, 2 heads of 64
+channels, and a context of 1,024 tokens. Its tokens are ids of keys and values (``.task``), so it
+has no tokenizer. ``.train`` trains it in ten minutes on one CPU core. ``.measure`` evaluates it
+with any cache.
 """
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-"""The checkpoint, as ``kvjax.models.load`` takes it."""
+"""The checkpoint's folder, for ``kvjax.models.load``."""

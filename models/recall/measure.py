@@ -1,7 +1,8 @@
-"""Recall: of how many facts a cache still has what is needed to answer for them.
+"""Measure how many facts a model can still retrieve with a compressed cache.
 
-Perplexity hides lost tokens: most of a text is predicted from what stands near. Here a text states
-facts and then asks for each (``.task``), and the model that was trained for that answers.
+Perplexity does not show lost tokens well, as most of a text is predicted from nearby tokens. Here a
+sequence states facts and then asks for each of them (``.task``), and a model trained for this task
+answers.
 """
 
 import functools
@@ -28,16 +29,19 @@ from . import FOLDER
 from .task import KEYS, VOCABULARY, quiz
 
 RANGE = 256
-"""Tokens of the ranges of distances that figures are given for."""
+"""The size of the distance ranges in the results, in tokens."""
 
 
 @dataclass(frozen=True)
 class Recall:
-    """How many questions were answered with the right value.
+    """The accuracy of key-value retrieval with one cache policy.
 
-    ``questions``: how many there were; ``share``: of them, answered rightly; ``by_distance``: the
-    same by tokens between a question and its fact (the keys are where ranges end); ``bytes``: the
-    cache's.
+    Attributes:
+      questions: the number of questions.
+      share: the fraction that was answered correctly.
+      by_distance: the same by the distance in tokens between a question and its fact. The keys are
+        the ends of the ranges.
+      bytes: the size of the cache.
     """
 
     questions: int
@@ -58,24 +62,27 @@ def recall(
     """Compare cache policies by key-value retrieval.
 
     Args:
-      policies: by name.
-      lm: the model; by default the one that comes with kvjax, trained for this task.
-      facts: of a text, each asked for once, two tokens a fact and two a question; by default as
-        many as the task has keys (256) and the model positions.
-      texts: how many; they are the rows of one batch.
-      seed: of the texts.
-      chunk: tokens of a call.
+      policies: the policies by name.
+      lm: the model. The default is the model in ``kvjax.models.recall``.
+      facts: the number of facts in each sequence. A fact takes two tokens, and so does the question
+        about it. The default is the number of keys (256), or fewer if the model has too few
+        positions.
+      texts: the number of sequences, which are the rows of one batch.
+      seed: the seed that the sequences are generated with.
+      chunk: the number of tokens per call of the model.
 
     Returns:
-      The figures of each policy, by its name.
+      The results of each policy, by name.
 
     Raises:
-      ValueError: if the model's vocabulary is not that of the task, or a number is out of range.
+      ValueError: if the model's vocabulary is too small for the task, or an argument is out of
+        range.
     """
     lm = load(FOLDER, dtype="float32") if lm is None else lm
     if lm.config.vocab_size < VOCABULARY:
         raise ValueError(
-            f"the task has {VOCABULARY} tokens, the model's vocabulary {lm.config.vocab_size}"
+            f"the task needs a vocabulary of {VOCABULARY} tokens, the model's has "
+            f"{lm.config.vocab_size}"
         )
     limit = lm.config.position_limit
     if facts is None:
@@ -83,50 +90,52 @@ def recall(
     facts, texts = as_int("facts", facts, 1), as_int("texts", texts, 1)
     chunk = as_int("chunk", chunk, 1)
     if limit is not None and 4 * facts > limit:
-        raise ValueError(f"{facts} facts and questions take {4 * facts} of {limit} positions")
+        raise ValueError(
+            f"{facts} facts and questions need {4 * facts} positions, the model has only {limit}"
+        )
     tokens = quiz(np.random.default_rng(seed), texts, facts, facts)
-    asked, first = tokens[:, 2 * facts :: 2], tokens[:, : 2 * facts : 2]
+    question_keys, fact_keys = tokens[:, 2 * facts :: 2], tokens[:, : 2 * facts : 2]
     distance = 2 * (facts + np.arange(facts)) - 2 * np.argmax(
-        first[:, None, :] == asked[:, :, None], axis=-1
+        fact_keys[:, None, :] == question_keys[:, :, None], axis=-1
     )
-    found = {}
+    results = {}
     for number, (name, policy) in enumerate(policies.items()):
         cache = init_cache(lm.config, policy, batch=texts, max_len=4 * facts)
-        said = []
+        predictions = []
         for start in range(0, 4 * facts, chunk):
             part = tokens[:, start : start + chunk]
             done = number * 4 * facts + start
             report_progress(f"asking for facts, {name}", done, len(policies) * 4 * facts)
             cache = grow_to_hold(cache, start + part.shape[1], 4 * facts)
             best, cache = _first(lm.architecture, lm.params, part, cache)
-            said.append(np.asarray(best))
+            predictions.append(np.asarray(best))
         check_named(name, cache)
-        answers = np.concatenate(said, axis=1)[:, 2 * facts :: 2]
+        answers = np.concatenate(predictions, axis=1)[:, 2 * facts :: 2]
         right = answers == tokens[:, 2 * facts + 1 :: 2]
-        found[name] = Recall(
+        results[name] = Recall(
             right.size, float(right.mean()), _by_distance(right, distance),
             cache_bytes(cache, 4 * facts),
         )  # fmt: skip
-    return found
+    return results
 
 
-def rows(found: Mapping[str, Recall]) -> list[list[str]]:
-    """The share of questions answered, by distance: a heading, and a row a policy."""
-    ends = sorted({end for each in found.values() for end in each.by_distance})
+def rows(results: Mapping[str, Recall]) -> list[list[str]]:
+    """A table of the accuracy by distance: a header row, then one row per policy."""
+    ends = sorted({end for each in results.values() for end in each.by_distance})
     head = ["policy", "of bfloat16", "right", *(f"{end - RANGE + 1}-{end} back" for end in ends)]
     body = [
         [
             name, f"{100 * each.bytes.of_bfloat16:.1f} %", f"{100 * each.share:.2f} %",
             *(f"{100 * each.by_distance[end]:.1f} %" for end in ends),
         ]
-        for name, each in found.items()
+        for name, each in results.items()
     ]  # fmt: skip
     return [head, *body]
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
 def _first(model: Any, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
-    """The likeliest token after each, int32[batch, new]."""
+    """The most likely next token after each token, int32[batch, new]."""
     logits, cache = model.apply(params, tokens, cache)
     return jnp.argmax(logits, axis=-1), cache
 

@@ -1,8 +1,8 @@
-"""Train the model that remembers: ``python -m kvjax.models.recall.train``.
+"""Train the key-value retrieval model: ``python -m kvjax.models.recall.train``.
 
-The optimizer, its schedule and the step are those of the embedded model
-(``kvjax.models.tiny.train``); the text is made up as it goes, and only what can be known counts.
-Stopped at any time, the same command goes on from the last checkpoint.
+Training uses the optimizer, schedule and step of the embedded model (``kvjax.models.tiny.train``).
+The sequences are generated on the fly, and the loss includes only values that can be known from the
+sequence. If training is interrupted, the same command resumes from the last checkpoint.
 """
 
 import argparse
@@ -30,22 +30,23 @@ STAGES = {
     0.0: (8, 24), 0.12: (16, 36), 0.18: (32, 48), 0.24: (64, 72), 0.27: (128, 144),
     0.3: (256, 288), 0.34: (256, 512), 0.38: (256, 1024),
 }  # fmt: skip
-"""Keys, and tokens of a text, from each part of the steps on. With all the keys from the start the
-two layers never learn to find one (1.2 nats for millions of tokens); with eight they do in a
-hundred steps, and each doubling then costs a few tens."""
+"""A curriculum: the number of keys and the sequence length, by the fraction of training at which
+they start. With all keys from the start, the two layers do not learn retrieval (the loss stays at
+1.2 nats for millions of tokens). With eight keys they learn it in a hundred steps, and then each
+doubling takes only a few tens of steps."""
 
 
 class Lessons:
-    """The windows of each step, the same whenever they are asked for."""
+    """The training sequences of each step. They are deterministic."""
 
     def __init__(self, recipe: Recipe):
         self.recipe = recipe
 
     def batch(self, step: int) -> np.ndarray:
-        """int32[rows, length + 1], as many tokens in every step."""
+        """int32[rows, length + 1]. Every step has about the same number of tokens."""
         recipe = self.recipe
-        begun = max(part for part in STAGES if part <= step / recipe.steps)
-        keys, length = STAGES[begun]
+        stage = max(start for start in STAGES if start <= step / recipe.steps)
+        keys, length = STAGES[stage]
         rng = np.random.default_rng([recipe.seed, step])
         return lesson(rng, recipe.rows * recipe.context // length, length + 1, keys)
 
@@ -53,7 +54,7 @@ class Lessons:
 def recall_loss(
     architecture: Architecture, params: Params, windows: Int[Array, "rows length"]
 ) -> Array:
-    """Mean nats of the values whose keys stood in the text before."""
+    """Mean loss in nats of the values whose keys occur earlier in the sequence."""
     logits = architecture.apply(params, windows[:, :-1])[:, ::2]
     keys, values = windows[:, :-1:2], windows[:, 1::2]
     earlier = jnp.tril(jnp.ones((keys.shape[1],) * 2, bool), -1)
@@ -67,13 +68,13 @@ def main() -> None:
     cache = Path.home() / ".cache" / "kvjax" / "recall"
     parser.add_argument("--workdir", type=Path, default=cache, help="checkpoints (%(default)s)")
     parser.add_argument("--out", type=Path, default=FOLDER, help="the model's folder (%(default)s)")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    trainer = Trainer(RECIPE, given.workdir, save_every=500, loss=recall_loss)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(RECIPE, options.workdir, save_every=500, loss=recall_loss)
     for step, loss in trainer.run(Lessons(RECIPE)):
         if step % 100 == 0:
             print(f"step {step}: {loss:.4f} nats", flush=True)
-    export(trainer.state["params"], RECIPE.config(), given.out)
+    export(trainer.state["params"], RECIPE.config(), options.out)
     trainer.close()
 
 

@@ -1,1 +1,1 @@
-"""The embedded model: its files, and the recipe that made them from text every CPython carries."""
+"""The embedded model: its files, and the recipe that trains it on CPython's documentation."""

@@ -1,9 +1,9 @@
-"""Training text in which names must be looked up: rare words renamed, stretches repeated.
+"""Data augmentation that makes the model copy from its context: renamed words, repeated passages.
 
-A few megabytes are seen many times, and a model soon knows every name in them by heart. Of a text
-that it has never seen it must find the names in the text itself, at any distance. Both functions
-here make training ask for that: a document's rare words get other names in every pass, the same
-wherever they stand in it, and some windows hold a stretch of themselves twice.
+The training text is only a few megabytes, and the model sees it several times. Without augmentation
+it memorizes the names, but for unseen text it must look them up in the context, at any distance.
+Therefore each epoch replaces some rare words of a document by other words, consistently within the
+document, and some windows contain a passage twice.
 """
 
 import re
@@ -17,12 +17,12 @@ WORD = re.compile(r"[A-Z]?[a-z]{3,}|[A-Z]{4,}")
 
 
 class Renamer:
-    """Gives the rare words of a document other words of the same pool.
+    """Replaces rare words of a document by other rare words.
 
     Args:
-      texts: the documents; a word is rare if it stands at least twice, in at most ``spread`` of
-        them.
-      share: the probability that a rare word of a document is renamed.
+      texts: the documents.
+      share: the probability that a rare word of a document is replaced.
+      spread: a word is rare if it occurs at least twice, but in at most ``spread`` documents.
     """
 
     def __init__(self, texts: Iterable[str], *, share: float, spread: int = 4):
@@ -36,7 +36,7 @@ class Renamer:
         self._rare = set(self.pool)
 
     def rename(self, text: str, rng: np.random.Generator) -> str:
-        """The text with some of its rare words renamed, each the same throughout."""
+        """Replace some rare words of a text, each consistently in the whole text."""
         mine = sorted(self._rare.intersection(word.lower() for word in WORD.findall(text)))
         chosen = [word for word in mine if rng.random() < self.share]
         others = rng.choice(len(self.pool), len(chosen), replace=False)
@@ -55,15 +55,16 @@ class Renamer:
 def repeat_stretches(
     windows: np.ndarray, share: float, rng: np.random.Generator, *, least: int = 32, most: int = 256
 ) -> np.ndarray:
-    """Windows of which a share holds a stretch of itself twice, anywhere behind its first place.
+    """Copy a random passage of some windows to a later place in the same window.
 
     Args:
       windows: int32[windows, length] of token ids.
-      share: of the windows that are changed.
-      least, most: tokens of a stretch.
+      share: the fraction of windows to change.
+      rng: the random number generator.
+      least, most: the minimum and maximum length of a passage in tokens.
 
     Returns:
-      int32[windows, length]: a copy; of a changed window the later place is written over.
+      int32[windows, length], a copy of ``windows`` in which the passages are overwritten.
     """
     made, length = windows.copy(), windows.shape[1]
     most = min(most, length // 2)

@@ -1,4 +1,4 @@
-"""The model card, made from the figures."""
+"""Generate the model card from the measured figures."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ from .recipe import Recipe
 
 
 def write_card(figures: dict[str, Any], recipe: Recipe, file: Path) -> None:
-    """Write ``README.md`` of the model's folder."""
+    """Write the model card, ``README.md``."""
     file.write_text(_card(figures, recipe), encoding="utf-8")
 
 
@@ -24,9 +24,9 @@ pipeline_tag: text-generation
 
 # The embedded model of kvjax
 
-A small language model of Python's documentation, so that everything in kvjax can be tried and
-measured offline, on a CPU, with weights that were really trained. It knows the form and the words
-of the documentation. It knows no facts: do not believe what it says about Python.
+A small language model trained on Python's documentation. It lets you try and measure everything in
+kvjax offline, on a CPU, with trained weights. It imitates the style and vocabulary of the
+documentation, but it does not know facts: do not rely on what it says about Python.
 
 | | |
 | --- | --- |
@@ -38,37 +38,38 @@ of the documentation. It knows no facts: do not believe what it says about Pytho
 | context | {figures["context"]:,} tokens: the length of every training window |
 
 The folder is in the Transformers format: `kvjax.models.load()` reads it, and so do
-`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`. The tokenizer puts
-nothing before a text: training windows begin anywhere in a document, and so may prompts.
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`. The tokenizer does not
+add a BOS token: training windows start anywhere in a document, and so can prompts.
 
 ## Held-out figures
 
-On {parts["held_out"]["documents"]} documents ({parts["held_out"]["bytes"]:,} bytes, \
-{parts["held_out"]["tokens"]:,} tokens) that it was not trained on. Every token is predicted but
-the `<|endoftext|>` that begins a document; windows of {figures["context"]:,} tokens begin
-every {figures["stride"]}, so that after a document's first window at least \
+Measured on {parts["held_out"]["documents"]} documents ({parts["held_out"]["bytes"]:,} bytes, \
+{parts["held_out"]["tokens"]:,} tokens) that were not used for training. Every token is predicted
+except the `<|endoftext|>` at the start of a document. Windows of {figures["context"]:,} tokens \
+start every
+{figures["stride"]} tokens, so every token after a document's first window has at least \
 {figures["context"] - figures["stride"]:,} tokens
-precede each. The baselines learned from the same training tokens: unigram frequencies plus one,
+of context. The baselines use the same training tokens: unigram frequencies with add-one smoothing,
 and a trigram model with interpolated modified Kneser-Ney smoothing.
 
-| | nats a token | perplexity a token | bits a byte |
+| | nats per token | perplexity per token | bits per byte |
 | --- | --- | --- | --- |
 {_row("unigram", figures["unigram"])}
 {_row("trigram", figures["trigram"])}
 {_row("**this model**", model)}
 
-The text depends a little on the version of Python that it is read from; these figures are from
-Python {figures["python"]}.{_others(figures)}
+The documentation differs slightly between Python versions. These figures are for Python
+{figures["python"]}.{_others(figures)}
 
 ## Loss by position
 
-The same held-out tokens, with more and more of the text before them:
+The same held-out tokens, with increasing context:
 
 {_positions(figures["position_bucket"], figures["nats_by_position"])}
 
 {_how_far(figures["position_bucket"], figures["nats_by_position"])}
 
-Those of them that have the whole context before them:
+Only the tokens that have a full context before them:
 
 {_positions(figures["wide_bucket"], figures["nats_by_wide_position"])}
 
@@ -76,45 +77,46 @@ Those of them that have the whole context before them:
 
 ## Text
 
-At temperature 0.7 and top-p 0.95, with one seed; not selected. The prompt stands above each.
+Samples at temperature 0.7 and top-p 0.95, from one seed, not selected. Each follows its prompt.
 
 {_samples(figures)}
 ## Training data
 
-What every CPython carries and no copy of which is kept here: the topics of `pydoc_data.topics`,
-and the docstrings and signatures of the standard library, read from its source files and from its
-extension modules (without tests). Each topic, and each top-level module with its submodules, is
-one document in the form that the topics have. [`split.json`](split.json) names the documents of
-each part; whole packages stay together, so that no held-out text has a sibling in training.
-Entries of which half the five-word shingles stand in an entry before, in whatever part, are
-dropped: {parts["train"]["bytes"] / 1e6:.2f} MB in {parts["train"]["documents"]} documents are left
-to train on ({parts["train"]["tokens"]:,} tokens), and {parts["validation"]["bytes"]:,} bytes to
-watch the training with. The text is © Python Software Foundation and its contributors, under the
-PSF License.
+The text is read from the running CPython, and no copy is kept here: the topics of
+`pydoc_data.topics`, and the docstrings and signatures of the standard library, from its source
+files and extension modules (without tests). Each topic is a document, and so is each top-level
+module with its submodules. [`split.json`](split.json) assigns the documents to training,
+validation and held-out text. Whole packages stay together, so held-out text has no closely related
+text in training. An entry is dropped if half of its five-word shingles occur in earlier entries of
+any part. This leaves {parts["train"]["bytes"] / 1e6:.2f} MB in {parts["train"]["documents"]} \
+documents for training
+({parts["train"]["tokens"]:,} tokens), and {parts["validation"]["bytes"]:,} bytes for validation. \
+The text is © Python
+Software Foundation and its contributors, under the PSF License.
 
 ## Training
 
-    python -m kvjax.models.tiny.train       # again after a stop: goes on from its last checkpoint
-    python -m kvjax.models.tiny.evaluation  # measures, and writes this card
+    python -m kvjax.models.tiny.train       # resumes from the last checkpoint if interrupted
+    python -m kvjax.models.tiny.evaluation  # measures the model and writes this card
 
 {recipe.steps:,} steps of {recipe.rows * recipe.context:,} tokens, windows of {recipe.context:,}: \
-{seen / 1e6:.1f} million tokens, {epochs:.1f} passes over the text, in float32 on two processor
-cores. Muon for the matrices (rate {recipe.matrix_rate}) and AdamW for the rest (rate
-{recipe.other_rate}), {recipe.warmup} steps of warm-up, a linear fall to zero over the last
-{recipe.decay:.0%} of the steps, weight decay {recipe.weight_decay}. Every pass takes the documents
-in a new order, cuts them at new places, and gives {recipe.renamed:.0%} of a document's rare words
-other names, the same throughout the document; {recipe.repeated:.0%} of the windows hold a stretch
-of themselves twice: names must be looked up in the text, not known by heart
-([`augment.py`](augment.py)). The validation loss, on text as it is, is
-{figures["validation_nats_per_token"]:.3f} nats a token at the end.
+{seen / 1e6:.1f} million tokens, {epochs:.1f} epochs, in float32 on two CPU cores. The optimizer
+is Muon for matrices (learning rate {recipe.matrix_rate}) and AdamW for the rest (learning rate
+{recipe.other_rate}), with {recipe.warmup} warm-up steps, linear decay to zero over the last
+{recipe.decay:.0%} of the steps, and weight decay {recipe.weight_decay}. Each epoch shuffles the
+documents, cuts windows at new offsets, and replaces {recipe.renamed:.0%} of a document's rare words
+by other words, consistently within the document. {recipe.repeated:.0%} of the windows contain a
+passage twice. This makes the model look names up in its context instead of memorizing them
+([`augment.py`](augment.py)). The final validation loss, on unmodified text, is
+{figures["validation_nats_per_token"]:.3f} nats per token.
 
 ![loss](loss.png)
 
 ## Limits
 
-It was trained on two and a half megabytes. It invents functions, arguments and
-behaviour; longer texts drift and repeat themselves; other subjects and other languages than
-English are beyond it. Use it to test caches, not to answer questions.
+The model was trained on 2.5 MB of text. It invents functions, arguments and behavior. Long outputs
+drift and repeat themselves. It can't handle other subjects, or languages other than English. Use it
+to test caches, not to answer questions.
 """
 
 
@@ -130,11 +132,11 @@ def _others(figures: dict[str, Any]) -> str:
     if not others:
         return ""
     listed = ", ".join(f"{nats:.3f} on Python {version}" for version, nats in others.items())
-    return f" The model's nats a token are {listed}."
+    return f" The model's nats per token are {listed}."
 
 
 def _positions(bucket: int, losses: list[float]) -> str:
-    rows = ["| tokens before | nats a token | against the row above |", "| --- | --- | --- |"]
+    rows = ["| tokens of context | nats per token | change |", "| --- | --- | --- |"]
     for i, nats in enumerate(losses):
         change = f"{nats - losses[i - 1]:+.4f}" if i else ""
         rows.append(f"| {i * bucket + 1:,} to {(i + 1) * bucket:,} | {nats:.4f} | {change} |")
@@ -143,11 +145,11 @@ def _positions(bucket: int, losses: list[float]) -> str:
 
 def _how_far(bucket: int, losses: list[float]) -> str:
     best = losses.index(min(losses))
-    reached = f"The loss falls up to {(best + 1) * bucket:,} tokens"
+    reached = f"The loss decreases up to {(best + 1) * bucket:,} tokens of context"
     if best == len(losses) - 1:
         return f"{reached}, the last row of the table."
     rise = max(losses[best:]) - losses[best]
-    return f"{reached}, and is at most {rise:.4f} higher behind that."
+    return f"{reached}, and is at most {rise:.4f} higher after that."
 
 
 def _samples(figures: dict[str, Any]) -> str:

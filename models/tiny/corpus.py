@@ -1,12 +1,12 @@
-"""The text that the embedded model learns from: documentation that comes with every CPython.
+"""The training text of the embedded model: the documentation included in every CPython.
 
-Three sources, read from the running interpreter: the topics of ``pydoc_data.topics``, docstrings
-and signatures in the standard library's own ``.py`` files, and the docstrings of its extension
-modules. They are written out in the form the topics have (a title, entries with their signatures,
-text indented below), one long document for a topic or a top-level module with its submodules.
+It has three sources, read from the running interpreter: the topics of ``pydoc_data.topics``, the
+docstrings and signatures in the standard library's ``.py`` files, and the docstrings of its
+extension modules. All are formatted like the topics: a title, then entries with their signatures
+and indented text. Each topic is a document, and so is each top-level module with its submodules.
 
-``split.json`` says which documents are for training, for validation (choosing when to stop) and
-held out (the figures of the model card); what it does not name, no part contains.
+``split.json`` assigns the documents to training, validation (choosing when to stop) and held-out
+text (the figures of the model card). Documents that it does not list are not used.
 """
 
 import ast
@@ -28,18 +28,18 @@ PARTS = ("train", "validation", "held_out")
 SHINGLE = 5
 """Words in a shingle."""
 LIMIT = 0.5
-"""The share of an entry's shingles that may have been seen before."""
+"""An entry is a duplicate if at least this fraction of its shingles has been seen before."""
 
 _SKIPPED = re.compile(r"(^|\.)(tests?|idle_test|site-packages|__pycache__|_test\w*|_xx\w*)(\.|$)")
 _EASTER_EGGS = ("antigravity", "this", "__hello__", "__phello__")
 _INDENT = "   "
 
 Document = list[str]
-"""Entries, in order: a paragraph or a signature with its docstring each."""
+"""A list of entries. Each is a paragraph, or a signature with its docstring."""
 
 
 def read_documents() -> dict[str, Document]:
-    """Every document of this interpreter, by name: ``topic:NAME`` or ``module:NAME``."""
+    """All documents of this interpreter, by name: ``topic:NAME`` or ``module:NAME``."""
     from pydoc_data.topics import topics
 
     documents = {
@@ -55,17 +55,17 @@ def read_documents() -> dict[str, Document]:
 
 
 def read_split() -> dict[str, list[str]]:
-    """The committed names of the documents of each part."""
+    """The names of each part's documents, from ``split.json``."""
     return json.loads((Path(__file__).parent / "split.json").read_text(encoding="utf-8"))
 
 
 def read_parts(documents: dict[str, Document] | None = None) -> dict[str, dict[str, str]]:
-    """The text of each part's documents, by name, without what is nearly the same elsewhere.
+    """The text of each part's documents, by name, without near-duplicates.
 
-    An entry is dropped when half of its five-word shingles stand in entries kept before it;
-    documents are gone through part by part, the longest first. Then entries of training and
-    validation that the held-out text contains by half are dropped as well, since a short entry can
-    be part of a long one that is new as a whole.
+    An entry is dropped if at least half of its five-word shingles occur in entries kept before it.
+    Documents are processed part by part, longest first. After that, training and validation entries
+    are dropped if at least half of their shingles occur in the held-out text: a short entry can be
+    part of a long held-out entry that is new as a whole.
     """
     documents = read_documents() if documents is None else documents
     seen: set[bytes] = set()
@@ -90,7 +90,7 @@ def read_parts(documents: dict[str, Document] | None = None) -> dict[str, dict[s
 
 
 def shingles(text: str) -> set[bytes]:
-    """Hashes of all runs of five words; of no text with fewer than that."""
+    """Hashes of all five-word sequences. Empty for texts with fewer than five words."""
     words = re.findall(r"\w+", text.lower())
     runs = (" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1))
     return {hashlib.blake2b(run.encode(), digest_size=8).digest() for run in runs}
@@ -105,7 +105,7 @@ def _is_new(entry: str, seen: set[bytes], *, add: bool) -> bool:
 
 
 def _source_modules() -> Iterator[tuple[str, Document]]:
-    """Modules written in Python, parsed, never imported."""
+    """Modules written in Python. They are parsed, not imported."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = list(path.relative_to(root).with_suffix("").parts)
@@ -127,7 +127,7 @@ def _source_modules() -> Iterator[tuple[str, Document]]:
 
 
 def _definitions(node: ast.stmt, owner: str, depth: int) -> Iterator[str]:
-    """The documented classes and functions in a statement, each after what contains it."""
+    """The documented classes and functions in a statement. Classes precede their members."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         head = f"class {owner}.{node.name}" + (f"({bases})" if bases else "")
@@ -154,7 +154,7 @@ def _arguments(arguments: ast.arguments) -> str:
 
 
 def _extension_modules() -> Iterator[tuple[str, Document]]:
-    """Modules written in C, imported: their docstrings are nowhere else."""
+    """Modules written in C. They are imported, as their docstrings have no source files."""
     for name in sorted(sys.stdlib_module_names):
         if _SKIPPED.search(name) or name in _EASTER_EGGS:
             continue
@@ -203,7 +203,7 @@ def _title(name: str) -> str:
 
 
 def _entry(head: str, text: object, depth: int) -> Iterator[str]:
-    """A docstring below its signature, or nothing where there is none."""
+    """A signature followed by its docstring. Yields nothing without a docstring."""
     if not isinstance(text, str) or not text.strip():
         return
     body = inspect.cleandoc(text)

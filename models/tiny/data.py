@@ -1,4 +1,4 @@
-"""Documents as tokens, and the windows of them that a training step sees."""
+"""Tokenize the documents and cut them into training windows."""
 
 import numpy as np
 import tokenizers
@@ -22,7 +22,7 @@ class Data:
         stream = np.concatenate(encode(tokenizer, texts["validation"]))
         count = (len(stream) - 1) // recipe.context
         tokens = sum(map(len, encode(tokenizer, self.texts)))
-        # Renaming changes the number of tokens a little; a pass is the same number of windows.
+        # Renaming changes the number of tokens slightly, but all epochs have as many windows.
         self.per_epoch = int(0.95 * tokens) // recipe.context - 1
         if self.per_epoch < 1 or not count:
             raise ValueError(f"too little text for windows of {recipe.context} tokens")
@@ -30,13 +30,14 @@ class Data:
         self._epochs: dict[int, np.ndarray] = {}
 
     def batch(self, step: int) -> np.ndarray:
-        """int32[rows, context + 1], the same whenever it is asked for."""
+        """The windows of a step, int32[rows, context + 1]. Deterministic."""
         rows = self.recipe.rows
         picked = [divmod(i, self.per_epoch) for i in range(step * rows, (step + 1) * rows)]
         return np.stack([self._epoch(epoch)[at] for epoch, at in picked])
 
     def _epoch(self, number: int) -> np.ndarray:
-        """Windows of one pass: documents in a new order, renamed and cut anew, shuffled."""
+        """The windows of an epoch: documents are renamed, reordered and cut at new offsets, and the
+        windows are shuffled."""
         if number not in self._epochs:
             context, rng = self.recipe.context, np.random.default_rng([self.recipe.seed, number])
             renamed = {name: self.renamer.rename(text, rng) for name, text in self.texts.items()}
@@ -54,13 +55,13 @@ class Data:
 
 
 def encode(tokenizer: tokenizers.Tokenizer, texts: dict[str, str]) -> list[np.ndarray]:
-    """Token ids of documents, each after ``END``: int32[tokens] each."""
+    """The token ids of each document, int32[tokens], starting with ``END``."""
     encoded = tokenizer.encode_batch([END + text for text in texts.values()])
     return [np.array(one.ids, np.int32) for one in encoded]
 
 
 def part_tokens(part: str, lm: LanguageModel) -> list[int]:
-    """Ids of all documents of a part, one behind the other, in the model's own tokens."""
+    """The concatenated token ids of a part's documents, with the model's own tokenizer."""
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer")
     documents = encode(lm.tokenizer.backend, read_parts()[part])

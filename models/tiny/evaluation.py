@@ -1,7 +1,7 @@
 """Measure the embedded model on held-out text and write its card: ``python -m
 kvjax.models.tiny.evaluation``.
 
-Figures go to ``figures.json`` and from there into ``README.md``.
+The figures are written to ``figures.json``, and ``README.md`` is generated from that file.
 """
 
 import argparse
@@ -31,13 +31,13 @@ from .recipe import Recipe
 from .train import token_losses
 
 POSITIONS, BUCKET = 1024, 128
-"""Tokens before, up to which the loss by position is measured, and how many share a row."""
+"""The maximum context of the loss by position, and the size of its buckets, in tokens."""
 WIDE_BUCKET = 256
-"""The same up to the whole context, on the fewer tokens that have so many before them."""
+"""The bucket size for the loss by position over the full context."""
 STRIDE = 512
-"""Of the windows that the perplexity is measured with."""
+"""The distance between the windows that perplexity is measured on, in tokens."""
 SPOT = ("module:socketserver", "module:textwrap", "topic:import")
-"""Documents that are the same in several versions of Python: what a test measures again."""
+"""Documents that are identical in several Python versions. A test measures their loss again."""
 PROMPTS = (
     "The function returns",
     "class collections.OrderedDict(dict)",
@@ -47,16 +47,16 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Losses:
-    """Nats of the tokens of documents, each but the first of its document.
+    """The losses of all tokens of some documents, except each document's first token.
 
-    ``losses``: float64[tokens]; ``text_bytes``: of the text they stand for, in UTF-8.
+    ``losses``: float64[tokens], in nats. ``text_bytes``: the size of the documents in UTF-8.
     """
 
     losses: np.ndarray
     text_bytes: int
 
     def figures(self) -> dict[str, float]:
-        """Mean nats and perplexity a token, and bits a byte of text."""
+        """Mean nats per token, perplexity per token, and bits per byte."""
         nats = float(self.losses.mean())
         bits = float(self.losses.sum()) / math.log(2) / self.text_bytes
         return {
@@ -69,7 +69,7 @@ class Losses:
 def window_losses(
     architecture: Architecture, params: Any, windows: np.ndarray, *, rows: int = 4
 ) -> np.ndarray:
-    """float32[windows, length - 1]: nats of each token but the first of every window."""
+    """The loss of each token after the first in each window: float32[windows, length - 1]."""
     run = _compiled(architecture)
     parts = []
     for start in range(0, len(windows), rows):
@@ -87,9 +87,9 @@ def _compiled(architecture: Architecture) -> Any:
 def document_losses(
     lm: LanguageModel, documents: Sequence[np.ndarray], context: int, stride: int = STRIDE
 ) -> np.ndarray:
-    """Nats of each token but a document's first; behind the first window's end every token has at
-    least ``context - stride`` tokens before it."""
-    windows, wanted = [], []
+    """The loss in nats of each token except each document's first. After a document's first window,
+    every token has at least ``context - stride`` tokens of context."""
+    windows, spans = [], []
     for document in documents:
         end = 1
         for start in range(0, len(document), stride):
@@ -98,33 +98,34 @@ def document_losses(
                 break
             window = document[start:stop]
             windows.append(np.pad(window, (0, context + 1 - len(window))))
-            wanted.append((end - start - 1, stop - start - 1))
+            spans.append((end - start - 1, stop - start - 1))
             end = stop
     losses = window_losses(lm.architecture, lm.params, np.stack(windows))
     return np.concatenate(
-        [row[first:last] for row, (first, last) in zip(losses, wanted, strict=True)]
+        [row[first:last] for row, (first, last) in zip(losses, spans, strict=True)]
     ).astype(np.float64)
 
 
 def position_losses(
     lm: LanguageModel, documents: Sequence[np.ndarray], context: int, bucket: int = BUCKET
 ) -> np.ndarray:
-    """Mean nats by how much text is before a token, the same tokens in every bucket.
+    """Mean loss by context length, measured on the same tokens for every length.
 
-    Windows begin at every multiple of ``bucket``, so that each token stands once in every bucket;
-    tokens too near to the beginning of their document for that are left out.
+    Windows start at every multiple of ``bucket``, so each token is in every bucket once. Tokens too
+    close to the start of their document for this are left out.
 
     Returns:
-      float64[context // bucket]: with 1 to ``bucket`` tokens before, and so on.
+      float64[context // bucket], in nats. The first element is for 1 to ``bucket`` tokens of
+      context.
     """
     buckets = context // bucket
     windows, counted = [], []
     for document in documents:
-        runs = (len(document) - 1) // bucket  # whole ones, of targets from token 1 on
+        runs = (len(document) - 1) // bucket  # complete buckets of targets, from token 1
         for start in range(runs if runs >= buckets else 0):
             window = document[start * bucket :][: context + 1]
             windows.append(np.pad(window, (0, context + 1 - len(window))))
-            # Run start + b stands in bucket b of this window.
+            # Bucket b of this window contains run start + b.
             counted.append([buckets - 1 <= start + b < runs for b in range(buckets)])
     if not windows:
         raise ValueError(f"no document is longer than {context} tokens")
@@ -135,14 +136,14 @@ def position_losses(
 
 
 def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
-    """Mean nats a token of the first ``POSITIONS`` of each document."""
+    """Mean nats per token over the first ``POSITIONS`` tokens of each document."""
     length = POSITIONS + 1
     windows = np.stack([document[:length] for document in documents])
     return float(window_losses(lm.architecture, lm.params, windows).mean())
 
 
 def figures(lm: LanguageModel) -> dict[str, Any]:
-    """Everything that the card says in numbers."""
+    """Measure all figures of the model card."""
     from kvjax.generation.generator import generate
 
     texts = read_parts()
@@ -198,7 +199,7 @@ def _held_out_nats(lm: LanguageModel) -> float:
 
 def _backend(lm: LanguageModel) -> tokenizers.Tokenizer:
     if lm.tokenizer is None:
-        raise ValueError(f"{lm.source} has no tokenizer to measure with")
+        raise ValueError(f"{lm.source} has no tokenizer")
     return lm.tokenizer.backend
 
 
@@ -209,20 +210,20 @@ def main() -> None:
     parser.add_argument(
         "--add",
         action="store_true",
-        help="only add this Python's held-out loss to the figures there are",
+        help="only add this Python version's held-out loss to the existing figures",
     )
-    given = parser.parse_args()
-    folder, lm = given.folder, load(given.folder)
-    if given.add:
-        found = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+    options = parser.parse_args()
+    folder, lm = options.folder, load(options.folder)
+    if options.add:
+        result = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
         version = ".".join(platform.python_version_tuple()[:2])
-        found.setdefault("other_versions", {})[version] = _held_out_nats(lm)
+        result.setdefault("other_versions", {})[version] = _held_out_nats(lm)
     else:
-        found = figures(lm)
-    text = json.dumps(found, indent=1, ensure_ascii=False)
+        result = figures(lm)
+    text = json.dumps(result, indent=1, ensure_ascii=False)
     (folder / "figures.json").write_text(text + "\n", encoding="utf-8")
-    write_card(found, Recipe(), folder / "README.md")
-    print(json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=1))
+    write_card(result, Recipe(), folder / "README.md")
+    print(json.dumps({k: v for k, v in result.items() if k != "samples"}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Write the embedded model as a folder in the Transformers format, and the plot of its losses."""
+"""Write the embedded model in the Transformers format, and plot its losses."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -16,8 +16,8 @@ from ..config import LlamaConfig
 def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
     """Write ``config.json``, ``generation_config.json`` and ``model.safetensors`` in bfloat16.
 
-    The tied head is left out, as Transformers does. Weights are written under another name first,
-    so that a folder in use never holds half a file.
+    The tied head is omitted, as in Transformers. Weights are written to a temporary file and then
+    renamed, so the folder never contains an incomplete file.
     """
     tensors = {
         name: np.ascontiguousarray(np.asarray(jax.device_get(x)).astype(jnp.bfloat16))
@@ -25,7 +25,7 @@ def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
     }
     unfinished = folder / "model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})
-    unfinished.chmod(0o644)  # the library keeps new files to their owner
+    unfinished.chmod(0o644)  # safetensors makes new files readable by their owner only
     unfinished.replace(folder / "model.safetensors")
     written = {
         "architectures": ["LlamaForCausalLM"],
@@ -58,7 +58,7 @@ def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
 
 
 def plot_losses(entries: Sequence[dict[str, float]], tokens: int, file: Path) -> None:
-    """Plot what ``losses.jsonl`` holds against the tokens seen, ``tokens`` a step."""
+    """Plot the losses in ``losses.jsonl`` by tokens seen, with ``tokens`` tokens per step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""The embedded model's shape, and how it is trained."""
+"""The embedded model's architecture and training hyperparameters."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +14,12 @@ from ..config import LlamaConfig, RopeConfig
 
 @dataclass(frozen=True)
 class Recipe:
-    """The model's shape and how it is trained.
+    """The architecture and the training hyperparameters.
 
-    ``rows`` windows of ``context`` tokens a step; ``decay`` is the share of the steps, at the end,
-    in which the learning rate falls. ``renamed``: the share of a document's rare words that get
-    other names in a pass; ``repeated``: the share of the windows that hold a stretch twice.
+    A step has ``rows`` windows of ``context`` tokens. ``decay`` is the fraction of steps, at the
+    end, in which the learning rate decays. ``renamed`` is the fraction of a document's rare words
+    that are replaced in each epoch. ``repeated`` is the fraction of windows that contain a passage
+    twice.
     """
 
     vocab_size: int = 4096
@@ -64,7 +65,7 @@ class Recipe:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for what is two-dimensional and no embedding; AdamW for the rest."""
+    """Muon for two-dimensional parameters other than embeddings, and AdamW for the rest."""
 
     def rate(peak: float) -> optax.Schedule:
         falling = max(1, round(recipe.decay * recipe.steps))
@@ -79,8 +80,8 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
 
     def matrices(params: Any) -> Any:
         def choose(path: Any, x: Array) -> Any:
-            wanted = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
-            return MuonDimensionNumbers() if wanted else None
+            is_matrix = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
+            return MuonDimensionNumbers() if is_matrix else None
 
         return jax.tree_util.tree_map_with_path(choose, params)
 

@@ -1,4 +1,4 @@
-"""The tokenizer of the embedded model: byte-level BPE, learned from the training text alone."""
+"""The tokenizer of the embedded model: byte-level BPE, trained only on the training text."""
 
 import json
 from collections.abc import Iterable
@@ -8,11 +8,11 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 END = "<|endoftext|>"
-"""Stands before every document, and so between two; its id is 0."""
+"""Precedes every document. Its id is 0."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
-    """Learn the merges: the 256 bytes, ``END``, and the most frequent joins up to the size."""
+    """Train BPE merges. The vocabulary contains ``END``, the 256 bytes, and the merges."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -30,8 +30,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, context: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    No BOS token is put before a text: training windows begin anywhere in a document, and so may
-    prompts.
+    The tokenizer does not add a BOS token: training windows start anywhere in a document, and so
+    can prompts.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {

@@ -1,9 +1,9 @@
 """Train the embedded model from scratch: ``python -m kvjax.models.tiny.train``.
 
-Stopped at any time, the same command goes on from the last checkpoint. The optimizer is Muon for
-the matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) with AdamW for the rest: a
-few thousand steps are all that so little text and one processor core allow, and it needs fewer of
-them. The learning rate rises, stays, and falls to zero over the last steps.
+If training is interrupted, the same command resumes from the last checkpoint. The optimizer is Muon
+for matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) and AdamW for the rest. Muon
+needs fewer steps, and the small text and a CPU allow only a few thousand. The learning rate warms
+up, stays constant, and decays to zero over the last steps.
 """
 
 import argparse
@@ -35,21 +35,21 @@ from .tokenization import save_tokenizer, train_tokenizer
 def token_losses(
     architecture: Architecture, params: Params, windows: Int[Array, "rows length"]
 ) -> Array:
-    """float32[rows, length - 1]: nats of each token but the first, given those before it."""
+    """The loss in nats of each token after the first, float32[rows, length - 1]."""
     logits = architecture.apply(params, windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
 
 class Windows(Protocol):
-    """What a run is fed with."""
+    """The training data of a run."""
 
     def batch(self, step: int) -> np.ndarray:
-        """int32[rows, length + 1]: the windows of a step, the same whenever they are asked for."""
+        """The windows of a step, int32[rows, length + 1]. Must be deterministic."""
         ...
 
 
 class Trainer:
-    """State, step and checkpoints of a run in ``workdir``."""
+    """A training run: its state, step number, and checkpoints in ``workdir``."""
 
     def __init__(
         self,
@@ -77,15 +77,16 @@ class Trainer:
             self.state = self.manager.restore(self.step, args=ocp.args.StandardRestore(target))
 
     def _same_recipe(self) -> None:
-        """A run goes on only with the recipe that it began with; its length may change."""
+        """Check that a resumed run has the same recipe. The number of steps may change."""
         file = self.workdir / "recipe.json"
         mine = {k: v for k, v in dataclasses.asdict(self.recipe).items() if k != "steps"}
         if file.exists():
-            found = json.loads(file.read_text(encoding="utf-8"))
-            differing = sorted(k for k in mine | found if mine.get(k) != found.get(k))
+            saved = json.loads(file.read_text(encoding="utf-8"))
+            differing = sorted(k for k in mine | saved if mine.get(k) != saved.get(k))
             if differing:
                 raise ValueError(
-                    f"{file} was begun with another {', '.join(differing)}: choose a new --workdir"
+                    f"{file}: this run was started with a different {', '.join(differing)}: choose "
+                    "a new --workdir"
                 )
         self.workdir.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(mine, indent=1), encoding="utf-8")
@@ -103,7 +104,7 @@ class Trainer:
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": inner}, loss
 
     def run(self, data: Windows, until: int | None = None) -> Iterator[tuple[int, float]]:
-        """Steps taken so far and the loss of the last, one at a time; saves as it goes."""
+        """Train, saving checkpoints. Yields the number of steps and the loss after each step."""
         until = self.recipe.steps if until is None else until
         while self.step < until:
             self.state, loss = self.update(self.state, jnp.asarray(data.batch(self.step)))
@@ -127,16 +128,16 @@ class Trainer:
 
 
 def train(recipe: Recipe, workdir: Path, folder: Path, *, every: int = 50) -> None:
-    """Train to the end and write the model's folder; every ``every`` steps what there is so far.
+    """Train the model, and write its folder every ``every`` steps and at the end.
 
     Args:
-      recipe: the shape and the training.
-      workdir: where checkpoints and the log of losses are kept.
-      folder: where the model is written.
-      every: steps between checkpoints, validation and exports.
+      recipe: the architecture and the training hyperparameters.
+      workdir: the folder for checkpoints and the log of losses.
+      folder: the folder that the model is written to.
+      every: the number of steps between checkpoints, validations and exports.
 
     Raises:
-      ValueError: if ``workdir`` holds a run of another recipe, or there is too little text.
+      ValueError: if ``workdir`` has a run with another recipe, or there is too little text.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     texts = read_parts()
@@ -171,7 +172,7 @@ def train(recipe: Recipe, workdir: Path, folder: Path, *, every: int = 50) -> No
 
 
 class _Log:
-    """One JSON object a step; what a resumed run will repeat is cut off."""
+    """A log with one JSON object per step. Steps that a resumed run repeats are removed."""
 
     def __init__(self, file: Path, step: int):
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
@@ -195,10 +196,10 @@ def main() -> None:
     for field in dataclasses.fields(Recipe):
         flag = "--" + field.name.replace("_", "-")
         parser.add_argument(flag, type=type(field.default), default=field.default)
-    given = vars(parser.parse_args())
-    workdir, out, every = given.pop("workdir"), given.pop("out"), given.pop("every")
+    options = vars(parser.parse_args())
+    workdir, out, every = options.pop("workdir"), options.pop("out"), options.pop("every")
     out.mkdir(parents=True, exist_ok=True)
-    train(Recipe(**given), workdir, out, every=every)
+    train(Recipe(**options), workdir, out, every=every)
 
 
 if __name__ == "__main__":
