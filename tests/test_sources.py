@@ -215,7 +215,7 @@ def test_bad_input(tmp_path: Any) -> None:
             lm, TEXTS[0], {"int8": "quantized"}
         ): "an evaluation does not support models w",
         lambda: measure(lm, {"raw": "static"}): "a measurement does not support models with an enc",
-        lambda: of_decoder(read, TARGET[:1]): "has read 2 text\(s\), but this call has 1 row",
+        lambda: of_decoder(read, TARGET[:1]): r"has read 2 text\(s\), but this call has 1 row",
         lambda: written(lm, cache=written(lm).cache): "a cache was given, but the model's encod",
         lambda: kvjax.PrefixTree(lm, **pages): "prefix trees and engines identify sequences",
         lambda: kvjax.PrefixTree(read, **pages): "prefix trees and engines identify sequences",
