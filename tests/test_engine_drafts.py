@@ -313,7 +313,7 @@ def test_the_draft_of_a_request():
     [
         (one_layer().on(kvjax.make_mesh(tensor=2, devices=jax.devices()[:2])), "another mesh"),
         (jax.device_put(one_layer().params, jax.devices()[1]), "on other devices"),
-        (kvjax.DraftModel(one_layer(), cache=kvjax.policy("paged", pages=8)), "names the pages"),
+        (kvjax.DraftModel(one_layer(), cache=kvjax.policy("paged", pages=8)), "policy sets pages"),
         (kvjax.DraftModel(one_layer(), cache="auto"), r"policy\('auto'\)"),
         ("all", "draft is 'all'"),
     ],

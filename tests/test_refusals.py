@@ -172,12 +172,14 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "append more to the next layer": "ValueError: 3 token(s), but the call began with 1: give "
         "all layers of a call the same tokens",
         "attend before append": "ValueError: layer 0 has no new tokens: call kvjax.append before "
-        "attend, and advance after it, or pass causal=False to attend to the counted tokens",
+        "attend, and advance after it, or pass causal=False to attend to the tokens of earlier "
+        "calls",
         "attend to the next layer": "ValueError: layer 1 has no new tokens: call kvjax.append "
-        "before attend, and advance after it, or pass causal=False to attend to the counted tokens",
+        "before attend, and advance after it, or pass causal=False to attend to the tokens of "
+        "earlier calls",
         "attend with more": "ValueError: queries of 2 token(s), but 1 were appended",
-        "look back in a call": "ValueError: causal=False attends to the counted tokens: "
-        "call kvjax.advance(cache, 1) first",
+        "look back in a call": "ValueError: causal=False attends to the tokens of earlier "
+        "calls, but a call is open: call kvjax.advance(cache, 1) first",
         "rewind in a call": "ValueError: kvjax.rewind: a call has begun, and its 1 token(s) a row "
         "do not count yet: append them to all layers, then call kvjax.advance(cache, 1) first",
         "other lengths": "ValueError: lengths of row 1 differ from the lengths of the call's first "

@@ -102,7 +102,10 @@ def test_configs_with_the_names_of_transformers(special, windows, sources):
     [
         ({"windows": (3, None)}, "describes 2 layers, but has 4"),
         ({"layer_types": ["linear_attention"] * 4}, "'linear_attention': a cache holds layers of"),
-        ({"layer_types": ["chunked_attention"] * 4}, "config does not give its size"),
+        (
+            {"layer_types": ["chunked_attention"] * 4},
+            "does not set the size of its window",
+        ),
         ({"num_kv_shared_layers": 4}, "layer 0 has no layer of its kind before layer 0"),
         ({"cache_sources": (0, 0, 1, 3)}, "each of 4 layers needs itself or an earlier"),
         ({"cache_sources": (0, 1, 9, 3)}, "each of 4 layers needs itself or an earlier"),

@@ -110,7 +110,7 @@ def attend(
         if pending is None:
             raise ValueError(
                 f"layer {layer} has no new tokens: call kvjax.append before attend, and advance "
-                "after it, or pass causal=False to attend to the counted tokens"
+                "after it, or pass causal=False to attend to the tokens of earlier calls"
             )
         if new != pending.new:
             raise ValueError(f"queries of {new} token(s), but {pending.new} were appended")
@@ -121,7 +121,7 @@ def attend(
     else:
         if pending is not None:
             raise ValueError(
-                "causal=False attends to the counted tokens: call "
+                "causal=False attends to the tokens of earlier calls, but a call is open: call "
                 f"kvjax.advance(cache, {pending.new}) first"
             )
         at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)

@@ -35,11 +35,11 @@ class Bandwidth:
 
 
 def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandwidth:
-    """Measure the default device.
+    """Measure the memory bandwidth of the default device.
 
-    Every method is a lower bound, so the fastest counts, and of each method the fastest of
-    ``repeats`` calls. On a CPU, a compiled reduction may not use all cores, so multithreaded NumPy
-    reductions are tried too.
+    Several methods are timed, each ``repeats`` times. Every time gives a lower bound, so the
+    fastest call of the fastest method is the result. On a CPU, a compiled reduction may not use
+    all cores, so multithreaded NumPy reductions are tried too.
 
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.
@@ -89,7 +89,7 @@ def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that NumPy reductions with a thread per core read, by method."""
+    """Bytes per second that NumPy reductions read with one thread per core, by method."""
     array = np.ones(nbytes // 4, np.float32)
     allowed = getattr(os, "sched_getaffinity", None)  # the cores this process may run on
     threads = len(allowed(0)) if allowed else os.cpu_count() or 1

@@ -236,7 +236,7 @@ def check(cache: KVCache) -> None:
       CacheOverflowError: if a row was given more tokens than it can hold.
       NonFiniteError: if logits, or keys or values for a quantized cache, were not finite.
       ValueError: if a traced argument was wrong: ``lengths``, a token, a row's number, a number of
-        tokens to forget, or a conversion that needs tokens that the cache did not hold. Also if
+        tokens to rewind, or a conversion that needs tokens that the cache did not hold. Also if
         called inside ``jit``.
     """
     check_arrays("kvjax.check", cache)

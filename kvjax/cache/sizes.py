@@ -64,8 +64,8 @@ def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]
 
     Args:
       cache: a cache on one device or on a mesh.
-      spread: count the shard of one device under this sharding. Pass ``cache.spread`` for a device
-        of the cache's own mesh.
+      spread: a mesh sharding. If given, only the shard of one device is counted. Pass
+        ``cache.spread`` for the cache's own mesh. By default, all bytes are counted.
 
     Raises:
       ValueError: if ``cache`` is not a cache.

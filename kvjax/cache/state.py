@@ -192,8 +192,8 @@ class KVCache:
             entry, index, count = 0, number, len(stacks)
             if len(self.layers) > 1:
                 raise ValueError(
-                    "the number of a layer is traced, but the cache has "
-                    f"{len(self.layers)} stacks: name a layer as (stack, number)"
+                    "the layer number is traced, but the cache has "
+                    f"{len(self.layers)} stacks: pass the layer as (stack, number)"
                 )
         else:
             number = as_int("layer", number, 0)

@@ -223,7 +223,9 @@ def _parse_edit(argument: str, turns: int) -> tuple[int, str]:
             "message that starts with a number, give the turn's number too"
         )
     if not text.strip():
-        raise ValueError("/edit takes the turn's number, unless it is the last, and a message")
+        raise ValueError(
+            "/edit takes a message, after the turn's number unless it is the last turn"
+        )
     return int(number) - 1, text
 
 

@@ -203,8 +203,8 @@ def draft_pool_config(
     layouts = [as_paged(policy.layout) for policy in policies]
     if any(layout is not None and layout.pages is not None for layout in layouts):
         raise ValueError(
-            "the draft's policy names the pages of its pools: leave them out, an engine allocates "
-            "enough for all rows"
+            "the draft's policy sets pages, but an engine allocates enough pages for all rows: "
+            "leave pages out"
         )
     policies = with_window_slack(policies, max(chunk, MAX_DRAFT_TOKENS + 1) - 1)
 

@@ -52,8 +52,9 @@ class Engine:
     alone, whether or not it shares a prefix or is preempted. The exception is a request with
     drafts, whose logits may differ in their last bits.
 
-    When pages run out, cached prefixes are evicted first. Then the newest request is preempted: its
-    state is swapped to the host if ``host_memory`` allows, else it is computed again, and it
+    When pages run out, cached prefixes are evicted first. Then the last request in order is
+    preempted: the one with the highest ``priority``, and among these the newest. Its state is
+    swapped to the host if ``host_memory`` allows; otherwise it is computed again. The request then
     continues where it stopped.
 
     Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve",
@@ -83,7 +84,7 @@ class Engine:
       checkpoint_every: as for ``PrefixTree``.
       host_memory: bytes, or text, for preempted requests and evicted prefixes.
       draft: the default draft of requests, as for ``generate``. A draft model has its own rows and
-        pages, and its parameters stay as they are. On a CPU requests draft only when all decoding
+        pages, and ``update`` does not change its parameters. Requests draft only when all decoding
         rows do, and only if it saves time.
       rotary_len: as for ``init_cache``.
 
@@ -182,7 +183,7 @@ class Engine:
           temperature, top_k, top_p, min_p, typical_p, logit_bias: as for ``generate``.
           repetition_penalty, frequency_penalty, presence_penalty: as for ``generate``.
           no_repeat_ngram_size: as for ``generate``.
-          seed: of its random numbers.
+          seed: the seed of the request's random numbers.
           logprobs: report the log-probability of each new token, and this many of the likeliest
             tokens, at most 20.
           prompt_logprobs: the same for each prompt token after the first, as

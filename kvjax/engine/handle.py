@@ -174,7 +174,7 @@ class Handle:
         return None if self.request.prompt_logprobs is None else [None, *self._prompt_scores]
 
     def take(self) -> Piece:
-        """The output since the last call, as far as no stop string can still remove it."""
+        """The output since the last call, without text that a stop string may still remove."""
         text, tokens = self._text.take()
         start, self._taken = self._taken, self._taken + len(tokens)
         starts = self._text.starts(start)[: len(tokens)]
@@ -183,8 +183,10 @@ class Handle:
     def pieces(
         self, step: Callable[[], object], stepping: AbstractContextManager[object]
     ) -> Iterator[Piece]:
-        """Its output while it runs, with calls of ``step`` in between, which hold ``stepping``; see
-        ``Engine.stream``."""
+        """Yield its output, and call ``step`` when there is none; see ``Engine.stream``.
+
+        ``stepping`` is the lock that steps hold.
+        """
         while True:
             with stepping:  # a step in another thread may be adding the last piece
                 piece, done = self.take(), self.done

@@ -92,19 +92,20 @@ class GenerationResult:
       text: the new text of each row, without special tokens; None if the model has no tokenizer.
       tokens: the new tokens of each row, including the end-of-text token.
       stats: times, sizes, and why each row ended.
-      cache: the prompts and all new tokens but ``unfed``, to continue from. None without a cache
-        and with a ``prefix_cache``. If a stop string was longer than the slack of a ring, its row
-        could not be rewound: ``kvjax.check`` then raises, and ``kvjax.select`` selects other rows.
-      unfed: tokens of each row that the cache does not contain: the newest one, or none after a
-        stop string. Prompts of a continuation begin with them. A beam search can have several: the
-        cache of a row contains what the row shares with a beam that ran to the end. None if a
-        ring or a tail could not be rewound that far.
+      cache: the cache to continue from. It contains the prompts and the new tokens, except those
+        in ``unfed``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string was
+        longer than the slack of a ring, its row could not be rewound. Then ``kvjax.check`` raises
+        an error; use ``kvjax.select`` to keep the other rows.
+      unfed: the tokens of each row that the cache does not contain: the newest one, or none after
+        a stop string. To continue, put them at the beginning of the next prompt. After a beam
+        search there can be several, because the cache of a row contains only what the row shares
+        with a beam that ran to the end. None if a ring or a tail could not be rewound that far.
       logprobs: the scores of each row's ``tokens``; None without ``logprobs=``.
       lengths: int32[rows], the number of real tokens, with ``padded=True``, else None. Then
         ``tokens`` is int32[rows, max_new_tokens], and ``logprobs`` is ``Scores`` of the same
         shape, padded with 0. All are NumPy arrays.
-      guides: the guide of each row, after the row's tokens; None without ``guide=``. If the
-        ``error`` of a guide is set, it says why the guide could not reach the end of its grammar.
+      guides: the guide of each row, advanced by the row's tokens; None without ``guide=``. If a
+        guide could not reach the end of its grammar, its ``error`` says why.
       sequence_scores: of a beam search, each row's log-probability, after penalties, divided by its
         length to the power of ``length_penalty``; of ``best_of``, the mean log-probability under
         the model's distribution; else None. If filters leave fewer sequences than requested, the

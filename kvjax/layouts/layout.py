@@ -35,10 +35,12 @@ Integers = TypeVar("Integers", int, np.ndarray, jax.Array)
 class Run(NamedTuple):
     """Consecutive slots that tokens of a call are written to: token ``i`` to slot ``start + i``.
 
-    A token is written if its index is at least ``skip`` and its slot is in ``[low, high)`` and, if
-    ``bounds`` is given, in ``[bounds[0], bounds[1])``, whose ends may be traced. ``columns``,
-    int[batch, pages], is given for paged layouts: ``high`` is then the page size, and slots count
-    through the pages that these columns of the row's table name.
+    A token is written if its index is at least ``skip`` and its slot is in ``[low, high)``. If
+    ``bounds`` is given, the slot must also be in ``[bounds[0], bounds[1])``, which may be traced.
+
+    ``columns``, int[batch, pages], is given for paged layouts and selects entries of the row's page
+    table. Slots are then numbered through the pages in these entries, and ``high`` is the page
+    size.
     """
 
     start: PerRow
@@ -293,7 +295,7 @@ class Dense(Layout):
         for capacity in (self.max_len, max_len, initial_len):
             if capacity is not None:
                 return replace(self, max_len=capacity)
-        raise ValueError("a dense cache needs max_len, the tokens a row can hold")
+        raise ValueError("a dense cache needs max_len, the number of tokens that a row can hold")
 
     @property
     def open_ended(self) -> bool:

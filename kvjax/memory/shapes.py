@@ -155,8 +155,8 @@ class ModelShape:
     ) -> tuple[Array, KVCache]:
         """A decoder of this shape: its matrix products, and attention over the cache.
 
-        It serves to compile programs for planning. Biases, positions and the weights of norms, less
-        than 0.1 % of the cost, are left out.
+        It is used to compile programs for planning. Biases, positions and the weights of norms are
+        left out, because they are less than 0.1 % of the cost.
 
         Args:
           params: as ``abstract_params``.

@@ -206,7 +206,7 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
 
     With ``policy("auto")`` this first moves layers to the host, last layers first, until the device
     can hold the rest. A layer moves back only if a quarter of the budget stays free, so that no
-    layer moves back and forth. This runs outside ``jit`` and uses the argument up.
+    layer moves back and forth. Call this outside ``jit``; it deletes the cache that it receives.
 
     Args:
       cache: the cache.

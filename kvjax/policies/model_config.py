@@ -206,7 +206,10 @@ def _windows_by_type(config: CacheShape) -> tuple[int | None, ...]:
                 "sliding_attention and chunked_attention"
             )
         if kind in sizes and sizes[kind] is None:
-            raise ValueError(f"layer_types has {kind!r}, but the config does not give its size")
+            raise ValueError(
+                f"layer_types has {kind!r}, but the config does not set the size of its window or "
+                "chunk"
+            )
         sized.append(sizes.get(kind))
     return tuple(sized)
 
