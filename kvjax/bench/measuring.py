@@ -142,11 +142,11 @@ def measure(
       lm: the model.
       policies: cache policies by name, as for ``init_cache``.
       prompts, batches: prompt lengths in tokens, and numbers of rows.
-      steps: steps per run, at most 128. If a cache can't be rewound by as many, all policies use
-        fewer for that batch and prompt.
+      steps: steps per run, at most 128. If one cache cannot be rewound that far, all policies use
+        fewer steps for that batch and prompt.
       repeats: how often everything is timed.
       prefill: whether to time prefill.
-      bandwidth: of the device; by default it is measured last.
+      bandwidth: the device's bandwidth; by default it is measured after everything else.
       callback: called with a line of text before each batch and prompt length.
       drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
 

@@ -24,9 +24,12 @@ STRIDE = 1024
 class RotaryTable:
     """Sines and cosines for every position below a limit.
 
-    ``digits``: one float32[rows, 2, half] (cosine, sine) per digit of the positions. The first is
-    for the lowest digit ``d`` and includes the attention scale, the next is for ``d * STRIDE``, and
-    so on. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are rotated.
+    A position is split into digits of base ``STRIDE``, whose rotations are combined.
+
+    ``digits``: one float32[rows, 2, half] (cosine, sine) per digit, the lowest first. Row ``d`` of
+    array ``i`` is the rotation by ``d * STRIDE**i`` positions; the first array also includes the
+    attention scale. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are
+    rotated.
     """
 
     digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]

@@ -25,7 +25,7 @@ class Rollout:
     ``ended``: bool[rows], rows that end with an end token; the others reached their limit.
     ``broken``: bool[rows], rows with logits that are not finite, or with an invalid traced prompt;
     nothing was sampled from these logits, and other rows are not affected.
-    ``cache``: holds all tokens of each row but the last. Give it as ``buffer`` to the next rollout.
+    ``cache``: holds all tokens of each row but the last. Pass it as ``buffer`` to the next rollout.
     """
 
     tokens: Array
