@@ -126,7 +126,7 @@ def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -
         because no token sees the padding after it.
 
     Raises:
-      ValueError: if ``cache`` is not a cache or has an unfinished step, if ``tokens`` has another
+      ValueError: if ``cache`` is not a cache or has an unfinished call, if ``tokens`` has another
         batch size, or if ``lengths`` is wrong, see ``kvjax.append``.
     """
     shape = jnp.shape(tokens)

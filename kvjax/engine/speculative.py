@@ -1,5 +1,5 @@
 """Speculative decoding in an engine: drafted tokens are verified in one pass; see
-``kvjax.generation.drafts.speculation``."""
+``kvjax.generation.drafts.speculative``."""
 
 import functools
 import math

@@ -176,7 +176,7 @@ class PageAllocator:
         return replace(self, refs=self.refs.at[self._valid(pages)].add(1, mode="drop"))
 
     def release(self, pages: Array) -> "PageAllocator":
-        """Count one holder less of ``pages``, int32[n], -1 for none, and free those without any."""
+        """Remove one holder of ``pages``, int32[n], -1 for none, and free pages without holders."""
         at = jnp.sort(self._valid(pages))
         refs = self.refs.at[at].add(-1, mode="drop")
         # A page may occur several times, and is freed once.
