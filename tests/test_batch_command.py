@@ -342,7 +342,7 @@ INVALID_LINES = {
     '{"prompt": "a", "logit_bias": {"1": "x"}}': "logit_bias must be numbers",
     '{"prompt": "a", "logprobs": 500}': "logprobs must be at most 20",
     '{"prompt": "a", "seed": -1}': "seed must be an integer from 0",
-    '{"prompt": "a", "priority": 0.5}': "priority is 0.5",
+    '{"prompt": "a", "priority": 0.5}': "priority must be an integer, got 0.5",
 }
 """Invalid lines and their errors; None for a line that is skipped."""
 

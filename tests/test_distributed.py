@@ -161,7 +161,7 @@ def test_a_mesh_that_leaves_a_process_out_is_refused(start):
     for process in [start("--mesh", "tensor=2", process_id=n, count=2, port=port) for n in (0, 1)]:
         error = process.communicate(timeout=60)[1].decode()
         assert process.returncode == 2
-        assert "all of them of 1 of the 2 processes: each must have some" in error
+        assert "in 1 of 2 processes: every process must have a device of the mesh" in error
         assert "Traceback" not in error
 
 
