@@ -238,7 +238,7 @@ def test_first_layers():
     found = kvjax.generate(lm, prompts()[:1], draft=draft, **given)
     assert found.tokens == kvjax.generate(lm, prompts()[:1], **given).tokens
     assert found.stats.speculation.proposed > 0
-    with pytest.raises(ValueError, match="layers is 2, and must be less than the model.s 2"):
+    with pytest.raises(ValueError, match=r"layers is 2, and must be less than the model.s 2"):
         first_layers(lm, 2)
 
 
