@@ -155,8 +155,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "max_len": "ValueError: max_len must be an integer >= 1, got 16.0",
         "no dtype": "ValueError: the config has no dtype: name one, such as "
         'policy("static", dtype="float32")',
-        "another model's": "ValueError: layer 0 of the cache has kv_heads=2, head_dim=8, the "
-        "model 2 and 16: make it with init_cache(lm.config, ...)",
+        "another model's": "ValueError: layer 0 of the cache has kv_heads=2, head_dim=8, but "
+        "the model has 2 and 16: make the cache with init_cache(lm.config, ...)",
         "temperature": "ValueError: temperature must be a finite number, at least 0, got None",
         "top_p": "ValueError: top_p must be above 0 and at most 1, got '0.5'",
         "no stop is fine": "accepted",
