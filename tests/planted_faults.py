@@ -523,12 +523,13 @@ FAULTS = (
     Fault(
         "pages of a stack are read in its first layer", "placement/pages.py",
         "leading = () if layer is None else (layer,)",
-        "leading = () if layer is None else (0 * layer,)", ("stacks",),
+        "leading = () if layer is None else (0 * layer,)", ("stacks", "recompute"),
     ),
     Fault(
         "the tail of a long call goes to a stack's first layer", "cache/layer.py",
         "lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), arrays, new",
-        "lambda x, y: lax.dynamic_update_index_in_dim(x, y, 0, 0), arrays, new", ("stacks",),
+        "lambda x, y: lax.dynamic_update_index_in_dim(x, y, 0, 0), arrays, new",
+        ("stacks", "recompute"),
     ),
     Fault(
         "a layer that a scan missed is not told", "cache/appending.py",

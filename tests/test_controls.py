@@ -57,7 +57,7 @@ def test_each_token_is_the_likeliest_by_the_definitions(controls):
         assert all(len(set(tokens)) < 8 for tokens in found.tokens)
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 @pytest.mark.parametrize("host", ["1GiB", 0])
 def test_an_engine_gives_what_generate_does(host):
     """With rows of every kind at once, some of which are parked, or forgotten, and come back."""

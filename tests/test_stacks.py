@@ -96,6 +96,15 @@ def filled(name, model=SCANNED, *, stacked=True, **more):
     return cache
 
 
+@pytest.mark.parametrize("name", ["raw", "sinks"])
+def test_rewindable_has_a_number_per_row(name):
+    found, wanted = (
+        kvjax.rewindable(filled(name, model, stacked=stacked))
+        for model, stacked in ((SCANNED, True), (UNROLLED, False))
+    )
+    assert found.shape == (3,) and found.tolist() == wanted.tolist()
+
+
 def goes_on(cache, model=None):
     """The logits of three more tokens."""
     model = model or (UNROLLED if cache.stacks is None else SCANNED)
