@@ -143,6 +143,14 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
 
 
+def test_penalties_see_earlier_turns(tiny_llama):
+    chat = begun(tiny_llama, repetition_penalty=1e6)
+    said(chat.send("ab"))
+    said(chat.send("cd"))
+    first, second = (set(turn.tokens) for turn in chat.turns)
+    assert first and second and not first & second
+
+
 @pytest.mark.slow
 def test_drafts_change_no_answer(tiny_llama, tmp_path):
     """Nor the prefilled tokens. A saved chat needs its draft model given again."""

@@ -103,7 +103,7 @@ def test_searches_and_other_requests_match_each_alone():
         assert handle.beam_results == ([] if handle.reason == "cancelled" else found[which])
 
 
-@pytest.mark.rare
+@pytest.mark.slow
 def test_a_preempted_search_starts_over():
     mine, (prompt, settings) = engine(), ordinary()[2]
     wanted = mine.run([PROMPT], **WIDE)[0].beam_results
