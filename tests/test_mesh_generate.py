@@ -345,7 +345,7 @@ def test_a_model_and_a_cache_apart_are_refused(tiny_llama):
     lm = tiny_llama.on(over)
     for model, place in ((tiny_llama, over), (lm, None)):
         cache = kvjax.init_cache(lm.config, "static", batch=2, max_len=16, mesh=place)
-        with pytest.raises(ValueError, match="put both on one mesh"):
+        with pytest.raises(ValueError, match="with the same mesh"):
             lm.apply(model.params, np.ones((2, 3), np.int32), cache)
     tokens, lengths = lm.encode(["abc", "d", "ef"])  # three rows, on data=2
     assert tokens.sharding.device_set == lengths.sharding.device_set == set(over.devices.flat)
