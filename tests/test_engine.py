@@ -279,6 +279,8 @@ def test_parameters_change_between_steps():
     while engine.step():
         pass
     assert after.tokens == wanted.tokens and settled(engine)
+    # Rows that started with the old parameters have cached nothing after the update.
+    assert {name.weights for name in engine._prefixes.radix.roots} == {1}
     assert before[0].tokens[:4] == old[:4] and all(len(each.tokens) == 60 for each in before)
     with pytest.raises(ValueError, match="not those of the engine's model"):
         engine.update({"other": jnp.zeros(3)})
