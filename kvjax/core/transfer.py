@@ -16,12 +16,13 @@ from kvjax.core.validation import is_traced
 _T = TypeVar("_T")
 
 
-def default_memory_kind(device: Any) -> str:
-    """JAX's name of the memory that a device computes in."""
+def default_memory_kind(device: Any) -> str | None:
+    """JAX's name of the memory that a device computes in; None for target devices that have no
+    names of memories."""
     try:
         kind: str = device.default_memory().kind
     except jax.errors.JaxRuntimeError:  # target GPUs don't implement this
-        kind = "device"
+        return None
     return kind
 
 
