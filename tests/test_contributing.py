@@ -9,7 +9,7 @@ import pytest
 import kvjax
 from kvjax.codecs import Codec, Int4
 from kvjax.layouts import Layout, Ring
-from tests import matrix
+from tests import matrix, tree
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -73,24 +73,20 @@ def test_the_costs_name_every_part():
     assert [*costs()] == [*PARTS]
 
 
-def test_the_tree_has_a_line_a_file():
-    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
-    tree = design.split("\n## Rooms\n")[1].split("```")[1]
-    folders, found = {0: Path("kvjax")}, set()
-    for line in tree.strip("\n").splitlines()[1:]:
-        indent, name, words = re.match(r"( *)(\S+) +(.+)", line).groups()
-        if not indent:
-            break  # models/ is a folder of its own
-        path = folders[len(indent) - 2] / name
-        assert len(words.split()) <= 10 or name.endswith("/"), line
-        if name.endswith("/"):
-            folders[len(indent)] = path
-        else:
-            assert path not in found, line
-            found.add(path)
-    every = {path.relative_to(ROOT) for path in (ROOT / "kvjax").rglob("*.py")}
-    rooms = {path for path in every if path.parts[1] != "models" and path.name != "__init__.py"}
-    assert found == rooms | {Path("kvjax/__init__.py")}
+def test_the_tree_is_that_of_the_docstrings():
+    """``python -m tests.tree`` writes it."""
+    page = tree.PAGE.read_text(encoding="utf-8")
+    assert page == tree.written(page)
+    assert max(map(len, page.split("\n## Rooms\n")[1].split("```")[1].splitlines())) <= 120
+
+
+def test_a_new_file_joins_the_end_of_its_folder(tmp_path):
+    folder = tmp_path / "room"
+    folder.mkdir()
+    for name in ("__init__", "a", "b"):
+        (folder / f"{name}.py").write_text(f'"""Of ``{name}``.\n\nMore."""', encoding="utf-8")
+    found = tree.lines(tmp_path, [folder / "b.py"])
+    assert found == ["  room/         Of __init__", f"    {'b.py':18} Of b", f"    {'a.py':18} Of a"]
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -1,5 +1,7 @@
-"""Speculative decoding in an engine: drafted tokens are verified in one pass; see
-``kvjax.generation.drafts.speculative``."""
+"""Speculative decoding in an engine: drafted tokens are verified in one pass.
+
+The method is that of ``kvjax.generation.drafts.speculative``.
+"""
 
 import functools
 import math

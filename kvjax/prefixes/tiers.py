@@ -1,5 +1,7 @@
-"""Tiers of a prefix cache: pages move from the device to the host, from there to disk, and are then
-evicted, the least recently used first."""
+"""Tiers of a prefix cache: pages move from the device to the host and then to disk.
+
+The least recently used ones move first, and are evicted from the last tier.
+"""
 
 import contextlib
 import tempfile

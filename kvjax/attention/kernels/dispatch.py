@@ -1,6 +1,7 @@
-"""The path ``pallas``: attention by the first kernel that the target has and that can read the
-layer. The kernels themselves are imported when they are first used, because Pallas takes up to a
-second to import."""
+"""The path ``pallas``: attention by the first kernel of the target that can read the layer.
+
+The kernels are imported when they are first used, because Pallas takes up to a second to import.
+"""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""A flash-decoding kernel for NVIDIA GPUs from Ampere on that reads the cache as it is stored.
+"""A flash-decoding kernel for NVIDIA GPUs since Ampere, which reads the cache as it is stored.
 
 A program of four warps walks the tiles of one row, or of a split of it, for one key-value head and
 one block of query rows, with the online softmax (FlashAttention, Dao, Fu, Ermon, Rudra and Ré,

@@ -1,5 +1,7 @@
-"""Draft length: how many tokens to draft, given how many were accepted recently and what drafting
-costs. The same code runs inside programs and on the host."""
+"""Draft length, from the recent acceptance rate and the cost of drafting.
+
+The same code runs inside programs and on the host.
+"""
 
 import math
 from dataclasses import dataclass, replace
