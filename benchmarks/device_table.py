@@ -25,10 +25,9 @@ from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, TRITON, cell_of, co
 from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
 from benchmarks.report import markdown_table
 from kvjax.attention.kernels.dispatch import kernels_for
-from kvjax.core.subprocess_call import call_in_subprocess
 from kvjax.core.target import target_of
 from kvjax.core.topology import target_device
-from kvjax.memory.device_plan import plan_on
+from kvjax.memory.device_plan import call_in_subprocess, plan_on
 
 CACHES = {
     "raw": "raw", "8 bits": "8 bits", "4 bits": "4 bits", "ring with sinks": "sinks",

@@ -17,14 +17,14 @@ from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.chats.chat import Chat
 from kvjax.chats.rendering import Turn
-from kvjax.core.errors import (
+from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
+from kvjax.core.validation import (
     CacheMemoryError,
     CacheOverflowError,
     CheckpointError,
     KvjaxError,
     NonFiniteError,
 )
-from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.engine.engine import Engine
 from kvjax.engine.service import Service
 from kvjax.generation.aot.compiling import Compiled, compile

@@ -17,8 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from kvjax.core.errors import CheckpointError
-from kvjax.core.validation import as_bool, as_list, short_repr
+from kvjax.core.validation import CheckpointError, as_bool, as_list, short_repr
 
 from .json_fields import Fields, read_json, read_text
 

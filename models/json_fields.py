@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 
 
 def read_text(path: Path) -> str:

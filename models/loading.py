@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from kvjax.core.array_folder import expand_user
-from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, default_device
+from kvjax.core.validation import CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device

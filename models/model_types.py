@@ -1,6 +1,6 @@
 """The supported model families, and the config values that kvjax rejects for each."""
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 
 from .json_fields import Fields
 

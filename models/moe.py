@@ -17,7 +17,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 
 from . import decoder
 from .config import DecoderConfig, Gemma4Config, MoeConfig

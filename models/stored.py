@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 
 from .json_fields import read_json
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import tokenizers
 
-from kvjax.core.errors import CheckpointError
-from kvjax.core.validation import check_unicode
+from kvjax.core.validation import CheckpointError, check_unicode
 from kvjax.generation.detokenizer import TextStream
 
 from .chat import ChatTemplates, Message, read_templates

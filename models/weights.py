@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from kvjax.core.errors import CheckpointError
 from kvjax.core.reporting import report_progress
+from kvjax.core.validation import CheckpointError
 from kvjax.placement.device import Device
 
 from .config import NARROWED, TensorNames

@@ -31,8 +31,6 @@ from benchmarks.devices import LIMITS, compiling
 from kvjax import models
 from kvjax.attention.kernels.dispatch import kernels_for
 from kvjax.core.compat import JAX, jax_0_8_compiler_options, jax_0_8_program_text
-from kvjax.core.errors import MissingCompilerError
-from kvjax.core.subprocess_call import call_in_subprocess
 from kvjax.core.target import DEVICE_SPECS, spec_of, target_of
 from kvjax.core.topology import (
     check_compiler,
@@ -41,6 +39,7 @@ from kvjax.core.topology import (
     target_device,
     target_devices,
 )
+from kvjax.core.validation import MissingCompilerError
 from kvjax.engine import programs
 from kvjax.engine.draft_model import ProposeInputs, propose
 from kvjax.engine.programs import (
@@ -54,7 +53,7 @@ from kvjax.engine.speculative import verify
 from kvjax.generation.drafts.propose import DraftModelProposer
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
-from kvjax.memory.device_plan import plan_on
+from kvjax.memory.device_plan import call_in_subprocess, plan_on
 from kvjax.memory.hlo import collectives, large_results
 from kvjax.memory.shapes import SHAPES
 from kvjax.models import GenerationDefaults

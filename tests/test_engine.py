@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.errors import NonFiniteError
 from kvjax.core.pytree import tree_bytes
+from kvjax.core.validation import NonFiniteError
 from kvjax.engine import model_runner
 from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Timer

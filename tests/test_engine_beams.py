@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.core.errors import NonFiniteError
+from kvjax.core.validation import NonFiniteError
 from kvjax.generation.results import Timer
 from tests.test_beams import one_layer
 from tests.test_engine import engine_of, settings_of, settled, told, until

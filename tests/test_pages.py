@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 import kvjax
 from kvjax.cache.checks import BAD_PAGE, OUT_OF_PAGES
-from kvjax.core.errors import CacheOverflowError
+from kvjax.core.validation import CacheOverflowError
 from kvjax.layouts import Dense, Paged, Ring
 from tests import laws
 from tests.matrix import CODECS, FULL, tiny_config

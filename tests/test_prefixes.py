@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import kvjax
 from kvjax.codecs import Raw
-from kvjax.core.errors import CheckpointError
 from kvjax.core.target import Target, tracing_for
+from kvjax.core.validation import CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import GenerationOptions
 from kvjax.generation.request import prepare_request, prompt_chunks

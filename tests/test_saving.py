@@ -18,8 +18,8 @@ import kvjax
 from kvjax import models
 from kvjax.codecs import Raw
 from kvjax.core import array_folder
-from kvjax.core.errors import CacheOverflowError, CheckpointError
 from kvjax.core.target import Target, tracing_for
+from kvjax.core.validation import CacheOverflowError, CheckpointError
 from kvjax.layouts import UNLIMITED, Dense, Growing, Ring
 from kvjax.operations.saving import fingerprint
 from tests.matrix import CODECS, tiny_config

@@ -13,10 +13,16 @@ from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import flag_where
-from kvjax.core.errors import CacheOverflowError, NonFiniteError
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array, LayerNumber
-from kvjax.core.validation import check_not_donated, check_not_symbolic, check_not_traced, is_traced
+from kvjax.core.validation import (
+    CacheOverflowError,
+    NonFiniteError,
+    check_not_donated,
+    check_not_symbolic,
+    check_not_traced,
+    is_traced,
+)
 from kvjax.placement.device import on_device_of
 
 

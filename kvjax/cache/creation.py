@@ -16,12 +16,11 @@ from kvjax.cache.paging import with_pools
 from kvjax.cache.sizes import place_within
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
-from kvjax.core.errors import CacheMemoryError
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.pytree import register_with_flax, tree_bytes
 from kvjax.core.reporting import readable_bytes
 from kvjax.core.transfer import check_not_target_mesh, commit_together
-from kvjax.core.validation import MAX_DIMENSION, as_bool, as_int, as_optional_int
+from kvjax.core.validation import MAX_DIMENSION, CacheMemoryError, as_bool, as_int, as_optional_int
 from kvjax.placement.device import Budget
 from kvjax.placement.mesh import shard_over
 from kvjax.policies.cache_policy import CachePolicy

@@ -17,8 +17,8 @@ import numpy as np
 from kvjax.chats._conversation import ChatCache
 from kvjax.chats.rendering import TokenizedText, Turn
 from kvjax.core.array_folder import expand_user, report_format_errors
-from kvjax.core.errors import CheckpointError
 from kvjax.core.pytree import deserialize_static, serialize_static
+from kvjax.core.validation import CheckpointError
 from kvjax.generation.drafts.draft_model import PromptLookup
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.saving import fingerprint, load_cache, save_cache

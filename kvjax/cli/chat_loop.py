@@ -13,7 +13,7 @@ from kvjax.chats.rendering import Turn
 from kvjax.cli.output import bytes_by_place, context_warning, format_table
 from kvjax.cli.progress import first_pieces, show_progress
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
-from kvjax.core.errors import KvjaxError
+from kvjax.core.validation import KvjaxError
 
 COMMANDS = {
     "help": ("", "show this list"),

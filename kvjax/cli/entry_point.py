@@ -26,7 +26,7 @@ from kvjax.cli.output import prepare_streams
 from kvjax.cli.plan_command import plan
 from kvjax.cli.serve_command import serve
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
-from kvjax.core.errors import KvjaxError
+from kvjax.core.validation import KvjaxError
 
 # The commands import models, and with them Flax and the tokenizers, only when they run, so that
 # `--help` is fast.

@@ -23,9 +23,8 @@ from kvjax.cli.output import (
 )
 from kvjax.cli.progress import SHORT_DELAY, first_pieces, show_progress
 from kvjax.core.array_folder import check_writable_folder
-from kvjax.core.errors import CheckpointError
 from kvjax.core.transfer import fetch
-from kvjax.core.validation import UNLIMITED
+from kvjax.core.validation import UNLIMITED, CheckpointError
 from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import GenerateKeywords

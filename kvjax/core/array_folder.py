@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 
 NAME = "kvjax.json"
 _FORMAT = 1

@@ -19,8 +19,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.core.compat import jax_0_8_libtpu, jax_0_10_gpu_description
-from kvjax.core.errors import MissingCompilerError
 from kvjax.core.target import DEVICE_SPECS, DeviceSpec, device_spec, spec_of
+from kvjax.core.validation import MissingCompilerError
 
 _PACKAGES = {
     "tpu": ("libtpu", ("libtpu",), 'pip install "kvjax[aot]"'),

@@ -1,4 +1,4 @@
-"""Checks of arguments, with errors that name the argument, its value and the limit."""
+"""Checks of arguments, whose errors name the argument, its value and the limit; exceptions."""
 
 import contextlib
 from collections.abc import Iterator
@@ -154,3 +154,30 @@ def check_not_symbolic(what: str, shape: tuple[object, ...]) -> None:
             "export it for one chunk size, split longer texts into chunks and pad shorter ones, "
             "with lengths"
         )
+
+
+class KvjaxError(Exception):
+    """Base class of kvjax's exceptions."""
+
+
+class CheckpointError(KvjaxError, ValueError):
+    """A checkpoint file is missing, damaged, or uses an unsupported feature.
+
+    The message names the file, the field and the expected value.
+    """
+
+
+class CacheOverflowError(KvjaxError, RuntimeError):
+    """A traced step appended more tokens than the cache can hold; the tokens were dropped."""
+
+
+class CacheMemoryError(KvjaxError, MemoryError):
+    """The device or its host has too little memory for a cache."""
+
+
+class NonFiniteError(KvjaxError, ArithmeticError):
+    """A model returned logits that are NaN or infinite, so no token can be chosen."""
+
+
+class MissingCompilerError(KvjaxError, ImportError):
+    """The compiler for a target device is not installed; the message says how to install it."""

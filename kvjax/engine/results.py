@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import jax
 
-from kvjax.core.errors import NonFiniteError
 from kvjax.core.transfer import fetch
+from kvjax.core.validation import NonFiniteError
 from kvjax.engine.beams import BeamSearchState
 from kvjax.engine.handle import Handle
 from kvjax.engine.programs import ProgramOutput

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.errors import NonFiniteError
 from kvjax.core.mesh_context import to_explicit_mesh, without_mesh_context
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
-from kvjax.core.validation import donation_errors
+from kvjax.core.validation import NonFiniteError, donation_errors
 from kvjax.generation.detokenizer import RowText
 from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.loaded_model import LanguageModel

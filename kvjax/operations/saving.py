@@ -18,13 +18,12 @@ from kvjax.cache.checks import check, validated
 from kvjax.cache.layer import layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
-from kvjax.core.errors import CheckpointError
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.core.target import current_target
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array
-from kvjax.core.validation import as_optional_int
+from kvjax.core.validation import CheckpointError, as_optional_int
 from kvjax.layouts import UNLIMITED, as_paged
 from kvjax.operations.capacity import grow
 from kvjax.operations.conversion import with_policies

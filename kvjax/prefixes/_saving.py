@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from kvjax.core.errors import CheckpointError
 from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
+from kvjax.core.validation import CheckpointError
 from kvjax.prefixes.pool_config import PoolConfig
 from kvjax.prefixes.radix import DEVICE, Entry, Namespace, Node, subtree
 from kvjax.prefixes.sequences import CachedSequences

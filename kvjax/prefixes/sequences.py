@@ -1,5 +1,4 @@
-"""The cached sequences of a prefix tree or an engine: matching prompts, and adding what they
-computed."""
+"""The cached sequences of a prefix tree or an engine: prompts are matched and added."""
 
 import threading
 from collections.abc import Hashable, Sequence

@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from kvjax.core.array_folder import PendingSave, read_folder, report_format_errors, save_folder
-from kvjax.core.errors import CheckpointError
 from kvjax.core.mesh_context import allow_host_to_device
+from kvjax.core.validation import CheckpointError
 from kvjax.operations.saving import fingerprint
 from kvjax.policies.model_config import CacheShape
 from kvjax.policies.presets import PolicyChoice

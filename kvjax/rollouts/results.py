@@ -6,11 +6,11 @@ import numpy as np
 from kvjax.cache.checks import check
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
-from kvjax.core.errors import NonFiniteError
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
+from kvjax.core.validation import NonFiniteError
 
 
 @pytree_dataclass

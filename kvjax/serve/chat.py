@@ -1,6 +1,6 @@
 """``/v1/chat/completions``: answers in a conversation."""
 
-from kvjax.core.errors import CheckpointError
+from kvjax.core.validation import CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.scores import MAX_LOGPROBS
 from kvjax.serve.errors import APIError, JsonObject

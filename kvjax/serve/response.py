@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 
-from kvjax.core.errors import KvjaxError
+from kvjax.core.validation import KvjaxError
 from kvjax.engine.beams import BeamResult
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError

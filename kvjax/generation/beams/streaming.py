@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.errors import NonFiniteError
 from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
+from kvjax.core.validation import NonFiniteError
 from kvjax.generation.beams.programs import rows_to_keep
 from kvjax.generation.beams.results import (
     BestSequences,
