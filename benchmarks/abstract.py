@@ -154,7 +154,7 @@ def compiled(cell: Cell, device: Any) -> Found:
             mesh=mesh, stacked=cell.stacked,
         )  # fmt: skip
         cache = jax.eval_shape(make)
-        there, spread = array_shardings(cache, device), cache.spread
+        there, spread = array_shardings(cache, device), cache.mesh_sharding
         near: Any = [SingleDeviceSharding(device)] * 2
         if spread is not None:
             of_queries = spread.query_spec(cell.heads, cell.kv_heads)

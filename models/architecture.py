@@ -111,8 +111,8 @@ class Architecture:
             raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
         if cache is not None:
             cache = validated("lm.apply", cache)
-            if cache.spread is not None:
-                cache.spread.check_context()
+            if cache.mesh_sharding is not None:
+                cache.mesh_sharding.check_context()
         tokens = jnp.asarray(tokens)
         if cache is not None:
             check_not_symbolic("tokens", tokens.shape)

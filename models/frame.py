@@ -199,10 +199,10 @@ class Frame(nnx.Module):
 def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
     """Constrain hidden states so that each device of a mesh has all features of its rows.
     Otherwise the compiler may shard features like a weight, and gather them in every layer."""
-    spread = None if cache is None else cache.spread
-    if spread is None:
+    mesh_sharding = None if cache is None else cache.mesh_sharding
+    if mesh_sharding is None:
         return x
-    return lax.with_sharding_constraint(x, spread.sharding(spread.row_spec()))
+    return lax.with_sharding_constraint(x, mesh_sharding.sharding(mesh_sharding.row_spec()))
 
 
 def _last_real(x: Hidden, lengths: Counts | None) -> Float[Array, "batch 1 hidden"]:

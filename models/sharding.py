@@ -49,18 +49,18 @@ def param_shardings(
       mesh: a mesh with the axes of ``kvjax.make_mesh``.
       heads, kv_heads: the model's query heads and key-value heads.
     """
-    spread = shard_over(mesh, kv_heads)
+    mesh_sharding = shard_over(mesh, kv_heads)
     axes = {Divided.HEADS: (TENSOR,)}
-    if COPIES not in _names(spread.query_spec(heads, kv_heads)):
+    if COPIES not in _names(mesh_sharding.query_spec(heads, kv_heads)):
         # Sharding over COPIES too would split heads, and every device needs whole heads.
         axes |= {Divided.QUERIES: (TENSOR,), Divided.ATTENDED: (TENSOR,)}
 
     def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         rule = rules.get(path[-2].key) if len(path) > 1 else None
         if rule is None:
-            return spread.sharding(PartitionSpec())
+            return mesh_sharding.sharding(PartitionSpec())
         along = axes.get(rule, (TENSOR, COPIES))
-        return spread.sharding(_spec(spread, rule, along, tuple(leaf.shape)))
+        return mesh_sharding.sharding(_spec(mesh_sharding, rule, along, tuple(leaf.shape)))
 
     return jax.tree_util.tree_map_with_path(one, shapes)
 
@@ -71,7 +71,7 @@ def _names(spec: PartitionSpec) -> set[str]:
 
 
 def _spec(
-    spread: MeshSharding, rule: Divided, axes: tuple[str, ...], shape: tuple[int, ...]
+    mesh_sharding: MeshSharding, rule: Divided, axes: tuple[str, ...], shape: tuple[int, ...]
 ) -> PartitionSpec:
     inputs = {Divided.INPUTS: (1,), Divided.ATTENDED: (1,)}
     tries = (inputs | {Divided.ROWS: (0, 1)}).get(rule, (0,))
@@ -79,9 +79,9 @@ def _spec(
         return PartitionSpec()
     stacked = max(len(shape) - 2, 0)
     while axes:
-        count = math.prod(spread.mesh.shape.get(axis, 1) for axis in axes)
+        count = math.prod(mesh_sharding.mesh.shape.get(axis, 1) for axis in axes)
         for axis in (stacked + each for each in tries):
             if axis < len(shape) and shape[axis] % count == 0:
-                return spread.spec(*[None] * axis, axes)
+                return mesh_sharding.spec(*[None] * axis, axes)
         axes = axes[:-1]
     return PartitionSpec()

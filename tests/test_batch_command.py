@@ -396,7 +396,7 @@ def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
         assert found["usage"] == used
         scores = alone.logprobs and [each.logprob for each in alone.logprobs]
         assert [each["logprob"] for each in found.get("logprobs", [])] == (scores or [])
-    assert len(results[1]["logprobs"][0]["likeliest"]) == 2
+    assert len(results[1]["logprobs"][0]["top_logprobs"]) == 2
     # Interrupted in the third result, and continued with more rows; then run from a pipe.
     data = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
@@ -406,7 +406,7 @@ def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]
     )
     figures = json.loads(printed)
-    assert (figures["there"], figures["done"] + figures["bad"]) == (2, len(data) - 2)
+    assert (figures["already_done"], figures["done"] + figures["failed"]) == (2, len(data) - 2)
     assert figures["drafted_tokens"] >= figures["accepted_tokens"]
     before = out.read_bytes()
     refused = run("-", "--out", out, *common, stdin=prompts.read_bytes())
@@ -432,7 +432,7 @@ def test_rerun_reports_earlier_errors(run, common, tmp_path):
         and "0 lines done · 4 skipped, 2 of them with errors: --retry-errors · 0 failed" in err
     )
     figures = json.loads(run(prompts, "--out", out, *common, "--json")[1])
-    assert (figures["there"], figures["bad_there"], figures["bad"]) == (4, 2, 0)
+    assert (figures["already_done"], figures["failed_before"], figures["failed"]) == (4, 2, 0)
 
 
 def test_duplicate_ids(run, common, tmp_path):

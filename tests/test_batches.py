@@ -50,13 +50,16 @@ def test_it_compiles_what_generate_compiles(tiny_llama):
 def sessions(lm, texts=("one", "another", "a third")):
     """Batches that go on from caches on the host, and the tokens that they should bring."""
     began = [kvjax.generate(lm, [text], **AT) for text in texts]
-    again = [result.unfed for result in began]
+    again = [result.pending_tokens for result in began]
     wanted = [
-        kvjax.generate(lm, unfed, cache=kvjax.fork(result.cache), **AT).tokens
-        for result, unfed in zip(began, again, strict=True)
+        kvjax.generate(lm, pending_tokens, cache=kvjax.fork(result.cache), **AT).tokens
+        for result, pending_tokens in zip(began, again, strict=True)
     ]
     parked = [kvjax.migrate(result.cache, kvjax.Host()) for result in began]
-    return [kvjax.Batch(unfed, cache) for unfed, cache in zip(again, parked, strict=True)], wanted
+    return [
+        kvjax.Batch(pending_tokens, cache)
+        for pending_tokens, cache in zip(again, parked, strict=True)
+    ], wanted
 
 
 def used_up(batch):
@@ -126,7 +129,7 @@ def test_a_chain_of_results(tiny_llama):
     def source():
         yield "abc"
         for _ in range(2):
-            yield kvjax.Batch(held[-1].unfed, held[-1].cache)
+            yield kvjax.Batch(held[-1].pending_tokens, held[-1].cache)
 
     limits = InferenceLimits(prefetch_steps=0)
     for result in kvjax.generate_batches(tiny_llama, source(), limits=limits, max_len=64, **AT):

@@ -124,9 +124,9 @@ def test_the_texts_are_those_of_lists(lm, name):
                 [each.logprob for each in told], own[range(len(ids)), ids], atol=1e-5
             )
             best = np.sort(own, axis=1)[:, :-3:-1]
-            likeliest = [[value for _, value in each.likeliest] for each in told]
+            likeliest = [[value for _, value in each.top_logprobs] for each in told]
             np.testing.assert_allclose(likeliest, best, atol=1e-5)
-            assert all(each.drawn == 0 for each in told)
+            assert all(each.sampling_logprob == 0 for each in told)
 
 
 def form(text):
@@ -200,7 +200,7 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
     running = kvjax.stream(model, prompts, guide=[*map(Form, prompts)], **given)
     pieces = list(running)
     found = running.result
-    assert found.tokens == wanted.tokens and found.unfed == wanted.unfed
+    assert found.tokens == wanted.tokens and found.pending_tokens == wanted.pending_tokens
     np.testing.assert_allclose(found.sequence_scores, wanted.sequence_scores, atol=1e-5)
     told = [[[x.logprob for x in row] for row in each.logprobs] for each in (found, wanted)]
     for row, other in zip(*told, strict=True):
@@ -213,7 +213,9 @@ def test_guides_forbid_what_a_hook_forbids(lm, name):
     assert meter.compilations == 0
     if wanted.cache is not None:
         plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
-        both = (kvjax.generate(model, x.unfed, cache=x.cache, **plain) for x in (found, wanted))
+        both = (
+            kvjax.generate(model, x.pending_tokens, cache=x.cache, **plain) for x in (found, wanted)
+        )
         assert len({str(each.tokens) for each in both}) == 1
 
 
@@ -250,7 +252,7 @@ def test_texts_go_on_from_the_result(lm, policy):
     assert [row[:n].tolist() for row, n in zip(arrays.tokens, arrays.lengths, strict=True)] == (
         found.tokens
     )
-    assert arrays.logprobs.chosen.shape == (6, NEW) and found.stats.new_tokens == sum(
+    assert arrays.logprobs.logprobs.shape == (6, NEW) and found.stats.new_tokens == sum(
         map(len, found.tokens)
     )
     if policy == "none":
@@ -258,11 +260,17 @@ def test_texts_go_on_from_the_result(lm, policy):
         return
     texts = [[*PROMPTS[n // 3], *ids] for n, ids in enumerate(found.tokens)]
     held = found.cache.length.tolist()
-    for text, ids, unfed, length in zip(texts, found.tokens, found.unfed, held, strict=True):
-        assert unfed and ids[-len(unfed) :] == unfed and length == len(text) - len(unfed)
+    for text, ids, pending_tokens, length in zip(
+        texts, found.tokens, found.pending_tokens, held, strict=True
+    ):
+        assert (
+            pending_tokens
+            and ids[-len(pending_tokens) :] == pending_tokens
+            and length == len(text) - len(pending_tokens)
+        )
     plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
     wanted = kvjax.generate(lm, texts, cache=choice, **plain).tokens
-    assert kvjax.generate(lm, found.unfed, cache=found.cache, **plain).tokens == wanted
+    assert kvjax.generate(lm, found.pending_tokens, cache=found.cache, **plain).tokens == wanted
 
 
 class Counting:
@@ -510,17 +518,17 @@ def test_the_best_of_samples(lm):
     assert found.tokens == [every.tokens[row] for row in order.ravel()]
     np.testing.assert_allclose(found.sequence_scores, means.ravel()[order.ravel()], atol=1e-6)
     assert found.logprobs is None and len(found.stats.stop_reasons) == 6
-    assert found.unfed == [row[-1:] for row in found.tokens]
+    assert found.pending_tokens == [row[-1:] for row in found.tokens]
     texts = [[*PROMPTS[n // 3], *ids] for n, ids in enumerate(found.tokens)]
     assert found.cache.length.tolist() == [len(text) - 1 for text in texts]
     plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
-    more = kvjax.generate(lm, found.unfed, cache=found.cache, **plain).tokens
+    more = kvjax.generate(lm, found.pending_tokens, cache=found.cache, **plain).tokens
     assert more == kvjax.generate(lm, texts, **plain).tokens
     arrays = kvjax.generate(
         lm, PROMPTS, n=3, best_of=4, eos_token_ids=ENDS, padded=True, logprobs=0, **given
     )
     assert arrays.lengths.tolist() == list(map(len, found.tokens))
-    mean = arrays.logprobs.chosen.sum(1) / arrays.lengths
+    mean = arrays.logprobs.logprobs.sum(1) / arrays.lengths
     np.testing.assert_allclose(mean, found.sequence_scores, atol=1e-6)
 
 
@@ -563,11 +571,11 @@ def test_on_a_mesh(lm, name):
     given = {**GIVEN, "n": 3, "logprobs": 2, "cache": choice.get(policy, "static")}
     spread = lm.on(kvjax.make_mesh(data=data, tensor=tensor, sequence=sequence))
     wanted, found = (kvjax.generate(x, PROMPTS, **given) for x in (lm, spread))
-    assert found.tokens == wanted.tokens and found.unfed == wanted.unfed
+    assert found.tokens == wanted.tokens and found.pending_tokens == wanted.pending_tokens
     np.testing.assert_allclose(found.sequence_scores, wanted.sequence_scores, atol=1e-5)
     assert kvjax.generate(spread, PROMPTS[::-1], **given).stats.compilations == 0
     plain = {"max_new_tokens": 3, "eos_token_ids": (), "prefill_chunk": 16}
-    more = [kvjax.generate(x, y.unfed, cache=y.cache, **plain).tokens
+    more = [kvjax.generate(x, y.pending_tokens, cache=y.cache, **plain).tokens
             for x, y in ((lm, wanted), (spread, found))]  # fmt: skip
     assert more[0] == more[1]
 

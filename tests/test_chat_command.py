@@ -64,7 +64,7 @@ def test_every_command(run_chat, tiny_llama, tmp_path):
     code, out, err = run_chat("/help", "/stats", "/show", "/system")
     assert code == 0 and out.count("\n") == 11 + 12 + 2 and not err
     assert all(f"/{name}" in out for name in ("edit [N] TEXT", "save FOLDER", "exit"))
-    assert "prefilled        0" in out and "room             256" in out
+    assert "prefill tokens     0" in out and "remaining tokens   256" in out
 
 
 def test_errors_do_not_end_the_chat(run_chat, tiny_llama, tmp_path):
@@ -116,8 +116,11 @@ def test_templates_and_full_chats(run_chat, tiny_llama, tmp_path):
         expected += chat.turns[-1].answer + "\n"
     options = ("--template", template, "--on-full", "drop", *OPTIONS)
     code, out, _ = run_chat(*texts, "/show", options=options)
-    assert code == 0 and out.startswith(expected) and chat.stats.dropped > 1
-    assert f"{chat.stats.dropped} (dropped) > " in out and f"\n{chat.stats.dropped + 1} > " in out
+    assert code == 0 and out.startswith(expected) and chat.stats.dropped_turns > 1
+    assert (
+        f"{chat.stats.dropped_turns} (dropped) > " in out
+        and f"\n{chat.stats.dropped_turns + 1} > " in out
+    )
     code, out, err = run_chat("ab", options=("--template", "plain", *OPTIONS))
     assert code == 0 and "the model has no chat template" in err
     # Without a template, the answer is what kvjax.generate returns.
@@ -224,8 +227,8 @@ def test_chat_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
 
     list(chat.send("after"))
     there = kvjax.Chat.load(tiny_llama, tmp_path / "two")
-    assert there.turns == chat.turns and there.stats.prefilled == chat.stats.prefilled
-    assert not there.stats.reread
+    assert there.turns == chat.turns and there.stats.prefill_tokens == chat.stats.prefill_tokens
+    assert not there.stats.recomputed_tokens
     both = [jax.tree.leaves(each._conversation.cached.cache) for each in (there, chat)]
     for one, other in zip(*both, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -235,4 +238,4 @@ def test_chat_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
     saved = json.loads((tmp_path / "three" / "chat.json").read_text())["turns"][0]["answer"]
     assert saved == turn.answer == "z" * len(turn.tokens)
     stopped.settings["max_new_tokens"] = 4
-    assert list(stopped.send("and")) and stopped.stats.reread == 0
+    assert list(stopped.send("and")) and stopped.stats.recomputed_tokens == 0

@@ -89,8 +89,8 @@ def test_ten_turns_read_each_token_once(tiny_llama, policy, fed):
     written = sum(
         len(turn.tokens) - 1 for turn in chat.turns
     )  # the newest token is fed with the next message
-    assert stats.prefilled == sum(fed) == length - written
-    assert (stats.reread, stats.generated, stats.turns) == (0, 80, 10)
+    assert stats.prefill_tokens == sum(fed) == length - written
+    assert (stats.recomputed_tokens, stats.new_tokens, stats.turns) == (0, 80, 10)
     # Bytes that are not valid text are kept as they were sampled.
     encode = tiny_llama.tokenizer.encode
     whole = [[*encode(turn.user), 257, *turn.tokens, 257] for turn in chat.turns]
@@ -110,8 +110,8 @@ def test_an_edited_chat_is_one_that_was_so_from_the_beginning(tiny_llama, policy
     assert chat.turns == other.turns and held(chat).tokens == held(other).tokens
     assert_sees_its_text(chat)
     # Tokens that could not be rewound were prefilled again, and counted.
-    assert chat.stats.reread == (13 if "bits" in policy or "window" in policy else 0)
-    assert chat.stats.prefilled >= other.stats.prefilled + chat.stats.reread
+    assert chat.stats.recomputed_tokens == (13 if "bits" in policy or "window" in policy else 0)
+    assert chat.stats.prefill_tokens >= other.stats.prefill_tokens + chat.stats.recomputed_tokens
     before = chat.turns
     taken = chat.undo()
     assert (taken, chat.turns) == (before[-1], before[:-1])
@@ -139,7 +139,7 @@ def test_seeds_are_those_of_turns(tiny_llama, tmp_path):
     # A chat that prefills everything again continues in the same way.
     other._conversation.cached = None
     assert said(other.send("ef")) == said(chat.send("ef"))
-    assert other.turns == chat.turns and other.stats.prefilled > chat.stats.prefilled
+    assert other.turns == chat.turns and other.stats.prefill_tokens > chat.stats.prefill_tokens
     assert said(begun(tiny_llama, **drawn | {"seed": 4}).send("ab")) != first
 
 
@@ -162,7 +162,7 @@ def test_drafts_change_no_answer(tiny_llama, tmp_path):
     for text in ("ab", "abab", "cd"):
         assert len({said(chat.send(text)) for chat in chats}) == 1
     assert len({(chat.turns, str(held(chat).tokens)) for chat in chats}) == 1
-    assert len({(chat.stats.prefilled, chat.stats.reread) for chat in chats}) == 1
+    assert len({(chat.stats.prefill_tokens, chat.stats.recomputed_tokens) for chat in chats}) == 1
     for chat, (name, draft) in zip(chats, drafts.items(), strict=True):
         chat.save(tmp_path / name)
         if name != "model":
@@ -196,7 +196,7 @@ def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkey
     said(chat.send("d"))
     assert [len(turn.tokens) for turn in chat.turns[1:]] == [1, 0, 8]
     assert [turn.reason for turn in chat.turns] == ["stopped"] * 3 + ["length"]
-    assert chat.stats.reread == 0
+    assert chat.stats.recomputed_tokens == 0
     assert_sees_its_text(chat)
 
 
@@ -220,14 +220,14 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         # Two chunks were prefilled, and are not prefilled again.
         assert chat.turns[-1].answer == "" and len(held(chat).tokens) == 13 + 32
         said(chat.send("second"))
-        assert chat.stats.reread == 0
+        assert chat.stats.recomputed_tokens == 0
         assert_sees_its_text(chat)
         at = "generating", 3
         answer = chat.retry()
         with progress_callback(interrupt), pytest.raises(KeyboardInterrupt):
             list(answer)
         said(chat.send("third"))
-        assert 0 < len(chat.turns[-2].tokens) < 8 and chat.stats.reread == 0
+        assert 0 < len(chat.turns[-2].tokens) < 8 and chat.stats.recomputed_tokens == 0
         assert_sees_its_text(chat)
 
         def twice(*words: Any) -> None:
@@ -242,7 +242,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         with pytest.raises(RuntimeError, match="iterate to the end"):
             answer.result  # noqa: B018
         said(chat.send("fifth"))
-        assert chat.stats.reread > 100
+        assert chat.stats.recomputed_tokens > 100
         assert_sees_its_text(chat)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
@@ -283,7 +283,7 @@ def test_errors_keep_the_chat(byte_tokenizer):
     assert chat.undo().user == "c" * 14
     chat.settings["max_new_tokens"] = 3
     assert said(chat.send("d")) == "bbb"
-    assert chat.stats.reread == 8 and chat.turns[0].answer == "first"
+    assert chat.stats.recomputed_tokens == 8 and chat.turns[0].answer == "first"
 
 
 def test_stopped_streams(byte_tokenizer, monkeypatch):
@@ -300,14 +300,17 @@ def test_stopped_streams(byte_tokenizer, monkeypatch):
     joined = ["".join(piece.text[row] for piece in pieces) for row in range(2)]
     assert result.text == joined == ["bcdefghi", "b\N{EURO SIGN}x"]
     assert result.stats.stop_reasons == ("stopped", "stopped")
-    assert result.cache.length.tolist() == [8, 6] and result.unfed == [result.tokens[0][-1:], []]
+    assert result.cache.length.tolist() == [8, 6] and result.pending_tokens == [
+        result.tokens[0][-1:],
+        [],
+    ]
     kvjax.check(result.cache)
     running = kvjax.stream(lm, ["abc", "a"], **settings)
     with pytest.raises(RuntimeError, match="iterate to the end"):
         running.result  # noqa: B018
     running.stop()
     assert [piece.text for piece in running] == [["", ""]]
-    assert running.result.unfed == [byte_tokenizer.encode("abc"), [64]]
+    assert running.result.pending_tokens == [byte_tokenizer.encode("abc"), [64]]
     assert running.result.cache.length.tolist() == [0, 0]
     whole = kvjax.generate(lm, ["a", "a"], **settings)
     running = kvjax.stream(lm, ["a", "a"], **settings)
@@ -334,7 +337,10 @@ def test_models_that_continue_texts(embedded, name, tmp_path):
     assert chat.plain
     for text in ("One day", "The next day", "Then they", "In the end"):
         said(chat.send(text))
-    assert chat.stats.prefilled == len(held(chat).tokens) - 4 * 19 and not chat.stats.reread
+    assert (
+        chat.stats.prefill_tokens == len(held(chat).tokens) - 4 * 19
+        and not chat.stats.recomputed_tokens
+    )
     whole = "Once more.\n\n" + "\n\n".join(turn.user + turn.answer for turn in chat.turns)
     assert whole.startswith(lm.decode(held(chat).tokens))
     assert_sees_its_text(chat)
@@ -360,17 +366,23 @@ def test_a_chat_on_a_mesh_and_elsewhere(tiny_llama, policy, tmp_path):
     again = kvjax.Chat.load(tiny_llama.on(mesh), tmp_path)
     assert here.turns == again.turns == chat.turns
     assert said(here.send("e")) == said(again.send("e")) == said(chat.send("e"))
-    assert here.stats.reread == again.stats.reread == chat.stats.reread
+    assert (
+        here.stats.recomputed_tokens
+        == again.stats.recomputed_tokens
+        == chat.stats.recomputed_tokens
+    )
     assert_sees_its_text(here)
 
 
 def test_a_full_chat(tiny_llama):
     chat = begun(tiny_llama, max_new_tokens=64)
-    assert said(chat.send("a" * 174)) and chat.stats.room == 256 - 175 - 64
+    assert said(chat.send("a" * 174)) and chat.stats.remaining_tokens == 256 - 175 - 64
     with pytest.raises(ValueError, match="the chat has 260 tokens, but can hold 256"):
         chat.send("b" * 19)
     assert (
-        said(chat.send("b" * 5)) and len(chat.turns[-1].tokens) == 257 - 246 and not chat.stats.room
+        said(chat.send("b" * 5))
+        and len(chat.turns[-1].tokens) == 257 - 246
+        and not chat.stats.remaining_tokens
     )
     with pytest.raises(ValueError, match=r"on_full='drop'"):
         chat.send("c")
@@ -380,7 +392,7 @@ def test_a_full_chat(tiny_llama):
         said(dropping.send(f"{number}" * 20))
     turns = dropping.turns
     assert [turn.first for turn in turns] == sorted(turn.first for turn in turns)
-    assert dropping.stats.dropped == turns[-1].first > 5
+    assert dropping.stats.dropped_turns == turns[-1].first > 5
     assert all(len(turn.tokens) >= 48 for turn in turns)
     text = tiny_llama.decode(held(dropping).tokens, skip_special_tokens=False)
     assert text.startswith("sys</s>" + f"{turns[-1].first}" * 20)
@@ -477,14 +489,16 @@ def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path
     assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
     assert [turn.reason for turn in chat.turns] == ["eos", "eos", "stop"]
     assert list(held(chat).tokens) == byte_tokenizer.encode("a</s>hey</s>b</s>you</s>c</s>no")
-    assert chat.stats.prefilled == 2 + 3 + 3  # a sampled end token is fed with the next message
+    assert (
+        chat.stats.prefill_tokens == 2 + 3 + 3
+    )  # a sampled end token is fed with the next message
     # A ring that can't be rewound so far is prefilled again.
     ring = kvjax.policy("sliding_window", window=8, slack=0)
     chat = kvjax.Chat(lm, cache=ring, **settings | {"prefill_chunk": 1})
     assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
     assert held(chat) is None
     chat.settings["max_new_tokens"] = 1
-    assert said(chat.edit(2, "c")) == "n" and chat.stats.reread == 14
+    assert said(chat.edit(2, "c")) == "n" and chat.stats.recomputed_tokens == 14
     with pytest.raises(ValueError, match="has no tokenizer"):
         kvjax.Chat(scripted([1], tokenizer=None, vocab_size=9), **settings)
 

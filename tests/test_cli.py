@@ -192,7 +192,7 @@ def test_logprobs_and_logit_bias(run, tiny_llama_dir, tiny_llama):
     expected = kvjax.generate(tiny_llama, ["Once"], **settings).logprobs
     assert result["tokens"] == [70] * 3 and expected is not None
     assert result["logprobs"] == [
-        {"logprob": score.logprob, "likeliest": [list(pair) for pair in score.likeliest]}
+        {"logprob": score.logprob, "top_logprobs": [list(pair) for pair in score.top_logprobs]}
         for score in expected[0]
     ]
 

@@ -93,7 +93,7 @@ def test_streams_and_continuations_share_the_programs(tiny_llama):
     for piece in stream(tiny_llama, prompts, max_new_tokens=40, **settings):
         assert piece.stats.compilations == 0
     settings: dict[str, Any] = {"cache": first.cache, "max_new_tokens": 10, "eos_token_ids": ()}
-    assert generate(tiny_llama, first.unfed, **settings).stats.compilations == 0
+    assert generate(tiny_llama, first.pending_tokens, **settings).stats.compilations == 0
 
 
 def test_without_a_cache_too(tiny_llama):

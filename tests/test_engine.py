@@ -118,10 +118,10 @@ def settled(engine):
             kept[kind] |= {page.page for page in pages if page is not None and page.page >= 0}
     refs = [np.flatnonzero(counts.refs) for counts in texts.pool.allocators]
     assert [sorted(numbers) for numbers in kept] == [found.tolist() for found in refs]
-    assert [len(each) for each in kept] == list(stats.cached)
+    assert [len(each) for each in kept] == list(stats.cached_pages)
     assert all((counts.refs <= 1).all() for counts in texts.pool.allocators)
     assert all((table == -1).all() for table in engine._runner.page_tables.tables)
-    assert stats.used == (0,) * len(stats.used) and stats.swapped_bytes == 0
+    assert stats.used_pages == (0,) * len(stats.used_pages) and stats.swapped_bytes == 0
     return stats.running == stats.waiting == 0 and stats.swapped_bytes == 0
 
 
@@ -210,7 +210,7 @@ def test_logprobs_match_the_uncached_pass(policy):
         known = np.asarray(jax.nn.log_softmax(logits[0, len(prompt) - 1 :]))
         for token, score, line in zip(tokens, scores, known, strict=False):
             assert abs(score.logprob - line[token]) < near
-            for other, logprob in score.likeliest:
+            for other, logprob in score.top_logprobs:
                 assert abs(logprob - line[other]) < near
 
 
@@ -222,9 +222,9 @@ def test_logprobs_of_the_sampling_distribution_match_generate():
         (prompt, settings), (tokens, _, scores, _) = asked()[number], alone("raw")[number]
         found = kvjax.generate(lettered(), [prompt], **settings)
         assert found.tokens == [tokens] and found.logprobs is not None and scores is not None
-        drawn = [score.drawn for score in found.logprobs[0]]
-        np.testing.assert_allclose([score.drawn for score in scores], drawn, atol=1e-4)
-        texts += any(abs(score.drawn - score.logprob) > 0.01 for score in scores)
+        drawn = [score.sampling_logprob for score in found.logprobs[0]]
+        np.testing.assert_allclose([score.sampling_logprob for score in scores], drawn, atol=1e-4)
+        texts += any(abs(score.sampling_logprob - score.logprob) > 0.01 for score in scores)
     assert texts == 3
 
 
@@ -395,11 +395,11 @@ def test_a_finished_request_frees_its_pages_at_once():
     engine = engine_of(prefix_cache=False)
     handle = engine.submit([1] * 40, max_new_tokens=100)
     until(engine, lambda: len(handle.tokens) >= 3)
-    assert engine.stats().used[0] > 2 and engine.stats().running == 1
+    assert engine.stats().used_pages[0] > 2 and engine.stats().running == 1
     engine.cancel(handle)
     engine.step()
     stats = engine.stats()
-    assert (stats.used, stats.running, stats.free) == ((0,), 0, stats.pages)
+    assert (stats.used_pages, stats.running, stats.free_pages) == ((0,), 0, stats.pages)
     assert settled(engine)
 
 
@@ -814,7 +814,7 @@ def test_prompt_logprobs():
             continue
         assert handle.tokens == before.tokens and handle.cached_tokens == 0
         assert found[0] is None and len(found) == len(prompt)
-        assert all(len(x.likeliest) == settings["prompt_logprobs"] for x in found[1:])
+        assert all(len(x.top_logprobs) == settings["prompt_logprobs"] for x in found[1:])
         own = [x.logprob for x in found[1:]]
         np.testing.assert_allclose(own, wanted[n, : len(prompt) - 1], atol=1e-4)
         alone = engine_of().run([prompt], **settings)[0]

@@ -53,7 +53,9 @@ def test_results_match_generate(policy):
         assert handle.tokens == wanted.tokens[0] and handle.reason == handle.beam_results[0].reason
         for found, row in zip(handle.beam_results, wanted.logprobs, strict=True):
             for one, other in zip(found.logprobs, row, strict=True):
-                assert [token for token, _ in one.likeliest] == [x for x, _ in other.likeliest]
+                assert [token for token, _ in one.top_logprobs] == [
+                    x for x, _ in other.top_logprobs
+                ]
                 assert abs(one.logprob - other.logprob) < 1e-4
         assert settled(mine)
 
@@ -109,7 +111,7 @@ def test_a_preempted_search_starts_over():
     wanted = mine.run([PROMPT], **WIDE)[0].beam_results
     other = mine.run([prompt], **settings | {"max_new_tokens": 192 - len(prompt)})[0]
     search = mine.submit(PROMPT, priority=1, **WIDE)
-    until(mine, lambda: mine.stats().used[0] > 5)
+    until(mine, lambda: mine.stats().used_pages[0] > 5)
     handle = mine.submit(prompt, **settings | {"max_new_tokens": 192 - len(prompt)})
     until(mine, lambda: search.done and handle.done)
     assert search.preemptions and not handle.preemptions
@@ -121,13 +123,13 @@ def test_a_preempted_search_starts_over():
 def test_a_search_that_is_cancelled_or_fails():
     mine = engine()
     search = mine.submit(PROMPT, **WIDE)
-    until(mine, lambda: mine.stats().used[0] > 5)
+    until(mine, lambda: mine.stats().used_pages[0] > 5)
     mine.cancel(search)
     late = mine.submit(PROMPT, deadline=1e-9, **WIDE)
     mine.step()
     assert search.reason == "cancelled" and late.reason == "deadline" and settled(mine)
     search = mine.submit(PROMPT, **WIDE)
-    until(mine, lambda: mine.stats().used[0] > 5)
+    until(mine, lambda: mine.stats().used_pages[0] > 5)
     mine.update(jax.tree.map(lambda x: x * jnp.nan, one_layer().params))
     until(mine, lambda: search.done)
     assert search.beam_results == [] and search.reason == "error" and settled(mine)
@@ -232,5 +234,5 @@ def test_a_guide_that_ends_early_reports_it():
     handle = mine.submit(PROMPT, guide=guide, **given)
     assert settled(mine) and guide.error == "no further" and len(guide.tokens) == 3
     assert [found.guide.error for found in handle.beam_results] == ["no further"] * 2
-    last = handle.beam_results[0].logprobs[-1].likeliest
+    last = handle.beam_results[0].logprobs[-1].top_logprobs
     assert [token for token, _ in last] == [7] and all(x > -np.inf for _, x in last)

@@ -120,7 +120,7 @@ def test_a_row_ends_with_its_end_of_text_token(byte_tokenizer):
     assert result.stats.stop_reasons == ("eos", "length", "eos")
     # The newest token of each row is not fed, and the cache of a finished row does not grow.
     assert result.cache.length.tolist() == [3, 7, 1]
-    assert result.unfed == [[EOS], [ord("h")], [EOS]]
+    assert result.pending_tokens == [[EOS], [ord("h")], [EOS]]
     assert (result.stats.prompt_tokens, result.stats.new_tokens) == (4, 10)
 
 
@@ -191,7 +191,7 @@ def test_text_and_cache_end_before_a_stop_string(byte_tokenizer, stop, text, use
     assert result.stats.stop_reasons == ("stop" if stopped else "length",)
     if use_cache:
         assert result.cache.length.tolist() == [1 + len(text) - (not stopped)]
-        assert result.unfed == [[] if stopped else result.tokens[0][-1:]]
+        assert result.pending_tokens == [[] if stopped else result.tokens[0][-1:]]
 
 
 def test_rows_stop_each_on_their_own(byte_tokenizer):
@@ -209,7 +209,7 @@ def test_a_stop_string_that_begins_inside_a_token(byte_tokenizer):
     result = generate(lm, "a", max_new_tokens=3, stop="yz")
     assert result.text == ["x"]
     # "xy" reaches into the stop string: neither tokens nor cache have it.
-    assert (result.tokens, result.cache.length.tolist(), result.unfed) == ([[]], [1], [[]])
+    assert (result.tokens, result.cache.length.tolist(), result.pending_tokens) == ([[]], [1], [[]])
     result = generate(lm, "a", max_new_tokens=3, stop="zw")
     assert (result.text, result.cache.length.tolist()) == (["xy"], [2])
     assert result.tokens == [tokenizer.encode("xy")]
@@ -238,7 +238,7 @@ def assert_pieces_make_the_result(lm, prompts, **settings):
     assert [[t for piece in pieces for t in piece.tokens[row]] for row in rows] == expected.tokens
     assert running.result.text == expected.text
     assert running.result.tokens == expected.tokens
-    assert running.result.unfed == expected.unfed
+    assert running.result.pending_tokens == expected.pending_tokens
     np.testing.assert_array_equal(running.result.cache.length, expected.cache.length)
     assert pieces[-1].stats.stop_reasons == expected.stats.stop_reasons
     return pieces
@@ -426,11 +426,13 @@ def test_a_cache_is_continued(tiny_llama):
     whole = generate(tiny_llama, PROMPTS, max_new_tokens=14, **settings)
     first = generate(tiny_llama, PROMPTS, max_new_tokens=6, **settings)
     kept = kvjax.fork(first.cache)
-    second = generate(tiny_llama, first.unfed, cache=first.cache, max_new_tokens=8, **SHARED)
+    second = generate(
+        tiny_llama, first.pending_tokens, cache=first.cache, max_new_tokens=8, **SHARED
+    )
     assert [a + b for a, b in zip(first.tokens, second.tokens, strict=True)] == whole.tokens
     np.testing.assert_array_equal(second.cache.length, whole.cache.length)
     assert first.cache.layers[0].keys.is_deleted()  # donated
-    again = generate(tiny_llama, first.unfed, cache=kept, max_new_tokens=8, **SHARED)
+    again = generate(tiny_llama, first.pending_tokens, cache=kept, max_new_tokens=8, **SHARED)
     assert again.tokens == second.tokens
 
 
@@ -495,7 +497,7 @@ def test_log_probabilities_are_the_models_own(tiny_llama, settings):
         known = np.asarray(jax.nn.log_softmax(apply(tiny_llama.params, tokens)[0]))
         for token, score, line in zip(new, scores, known[len(prompt) - 1 :], strict=False):
             assert abs(score.logprob - line[token]) < 1e-5
-            ids, logprobs = zip(*score.likeliest, strict=True)
+            ids, logprobs = zip(*score.top_logprobs, strict=True)
             np.testing.assert_allclose(logprobs, np.sort(line)[:-4:-1], atol=1e-5)
             np.testing.assert_allclose(line[list(ids)], logprobs, atol=1e-5)
     pieces: list[list[Any]] = [[] for _ in prompts]
@@ -509,7 +511,7 @@ def test_log_probabilities_end_where_the_text_does(byte_tokenizer):
     lm = scripted("one two three", tokenizer=byte_tokenizer)
     result = generate(lm, "a", max_new_tokens=13, stop="two", logprobs=0, **SHARED)
     assert result.text == ["ne "] and len(result.logprobs[0]) == len(result.tokens[0]) == 3
-    assert all(score.likeliest == () for score in result.logprobs[0])
+    assert all(score.top_logprobs == () for score in result.logprobs[0])
     for piece in stream(lm, "a", max_new_tokens=13, stop="two", logprobs=0, **SHARED):
         assert len(piece.logprobs[0]) == len(piece.tokens[0])
     assert generate(lm, "a", max_new_tokens=3, **SHARED).logprobs is None

@@ -104,11 +104,11 @@ def test_a_guide_that_allows_everything_changes_nothing(way):
         found.append(kvjax.generate(lm, prompts, n=2, guide=guide, **SAMPLED, **given))
     plain, guided = found
     assert guided.tokens == plain.tokens and guided.text == plain.text
-    assert guided.unfed == plain.unfed
+    assert guided.pending_tokens == plain.pending_tokens
     assert guided.stats.stop_reasons == plain.stats.stop_reasons
     assert {"length", "stop"} <= set(plain.stats.stop_reasons)
     for mine, other in zip(guided.logprobs, plain.logprobs, strict=True):
-        for name in ("logprob", "drawn"):
+        for name in ("logprob", "sampling_logprob"):
             values = [[getattr(each, name) for each in scores] for scores in (mine, other)]
             np.testing.assert_allclose(*values, atol=1e-5)
     assert all(guide.tokens == [] for guide in guides if guide is not None)
@@ -119,8 +119,8 @@ def test_a_guide_that_allows_everything_changes_nothing(way):
     if plain.cache is not None and way != "mesh":
         assert guided.cache.length.tolist() == plain.cache.length.tolist()
         both = (
-            kvjax.generate(lm, [[*left, 5] for left in each.unfed], cache=each.cache, guide=guide,
-                           **SAMPLED | {"max_new_tokens": 4})
+            kvjax.generate(lm, [[*left, 5] for left in each.pending_tokens],
+                           cache=each.cache, guide=guide, **SAMPLED | {"max_new_tokens": 4})
             for each, guide in ((plain, None), (guided, Anything()))
         )  # fmt: skip
         assert len({str(each.tokens) for each in both}) == 1
@@ -172,7 +172,7 @@ def test_drafts_of_rows_with_guides(way, kind):
             kvjax.generate(lm, prompts, n=2, guide=guides, draft=given, **SAMPLED, **cache)
         )
     plain, drafted = found
-    assert drafted.tokens == plain.tokens and drafted.unfed == plain.unfed
+    assert drafted.tokens == plain.tokens and drafted.pending_tokens == plain.pending_tokens
     assert drafted.stats.stop_reasons == plain.stats.stop_reasons
     for mine, other in zip(drafted.guides, plain.guides, strict=True):
         assert (mine is None) == (other is None)

@@ -348,7 +348,7 @@ def test_generation_grows_with_the_text(tiny_llama):
     assert grown.tokens == whole.tokens
     assert 229 <= grown.cache.max_len <= 256
     more = kvjax.generate(
-        tiny_llama, grown.unfed, max_new_tokens=4, eos_token_ids=(), cache=grown.cache
+        tiny_llama, grown.pending_tokens, max_new_tokens=4, eos_token_ids=(), cache=grown.cache
     )
     assert more.cache.length.tolist() == [233]
 
@@ -385,7 +385,7 @@ def test_a_conversation_goes_on_in_what_generation_made(tiny_llama, policy):
             slots = [layer.keys.shape[2] for layer in results[0].cache.layers]
             assert max(slots) <= 256
         caches = [result.cache for result in results]
-        prompts = [[[*result.unfed[0], 7, 8, 9]] for result in results]
+        prompts = [[[*result.pending_tokens[0], 7, 8, 9]] for result in results]
     assert caches[0].length.tolist() == caches[1].length.tolist() == [18 + 3 * 40 + 2 * 3]
 
 
@@ -420,7 +420,7 @@ def test_a_stop_string_is_taken_back_from_a_ring(byte_tokenizer, slack, streamed
             result = running.result
         else:
             result = kvjax.generate(lm, text[:1], stop=stop, **options)
-        assert result.text == [text[1:170]] and result.unfed == [[]]
+        assert result.text == [text[1:170]] and result.pending_tokens == [[]]
         if len(stop) - 1 <= slack:
             assert result.cache.length.tolist() == [170]
             kvjax.check(result.cache)

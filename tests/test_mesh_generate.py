@@ -84,10 +84,13 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cell):
     assert found.stats.new_tokens == wanted.stats.new_tokens == 120
     assert found.stats.prompt_tokens == wanted.stats.prompt_tokens
     assert found.stats.stop_reasons == wanted.stats.stop_reasons
-    assert found.cache.batch == -(-3 // found.cache.spread.rows) * found.cache.spread.rows
+    assert (
+        found.cache.batch
+        == -(-3 // found.cache.mesh_sharding.rows) * found.cache.mesh_sharding.rows
+    )
     # Continue the cache of the earlier call, with the same settings.
     more = [
-        kvjax.generate(model, made.unfed, cache=made.cache, max_new_tokens=3, **SHARED)
+        kvjax.generate(model, made.pending_tokens, cache=made.cache, max_new_tokens=3, **SHARED)
         for model, made in ((tiny_llama, wanted), (lm, found))
     ]
     assert more[0].tokens == more[1].tokens
@@ -197,7 +200,9 @@ def test_another_mesh_that_is_set_is_refused(tiny_llama):
 def told(result: Any) -> list[Any]:
     """The log-probabilities of each token and of its likeliest alternatives."""
     return [
-        [score.logprob, *sum(score.likeliest, ())] for row in result.logprobs or () for score in row
+        [score.logprob, *sum(score.top_logprobs, ())]
+        for row in result.logprobs or ()
+        for score in row
     ]
 
 
@@ -232,11 +237,11 @@ def test_a_cache_elsewhere_is_refused(tiny_llama):
     made = kvjax.generate(tiny_llama, PROMPTS[:2], max_new_tokens=3, **SHARED)
     lm = tiny_llama.on(mesh("2-2-2"))
     with pytest.raises(ValueError, match=r"kvjax.migrate.cache, mesh=lm.mesh. moves it there"):
-        kvjax.generate(lm, made.unfed, cache=made.cache)
+        kvjax.generate(lm, made.pending_tokens, cache=made.cache)
     cache = kvjax.migrate(kvjax.fork(made.cache), mesh=lm.mesh)
     settings = dict(max_new_tokens=5, **SHARED)
-    found = kvjax.generate(lm, made.unfed, cache=cache, **settings)
-    wanted = kvjax.generate(tiny_llama, made.unfed, cache=made.cache, **settings)
+    found = kvjax.generate(lm, made.pending_tokens, cache=cache, **settings)
+    wanted = kvjax.generate(tiny_llama, made.pending_tokens, cache=made.cache, **settings)
     assert found.tokens == wanted.tokens
 
 
@@ -249,8 +254,8 @@ def test_rows_that_fill_a_mesh_up_are_no_prompts(tiny_llama):
         kvjax.generate(lm, PROMPTS, limits=InferenceLimits(max_batch_size=2))
     # A text must not be taken for such a row.
     with pytest.raises(ValueError, match="the cache has tokens in 3 rows, but there are 2 prompts"):
-        kvjax.generate(lm, made.unfed[:2], cache=made.cache, **settings)
-    assert kvjax.generate(lm, made.unfed, cache=made.cache, **settings).cache.batch == 4
+        kvjax.generate(lm, made.pending_tokens[:2], cache=made.cache, **settings)
+    assert kvjax.generate(lm, made.pending_tokens, cache=made.cache, **settings).cache.batch == 4
 
 
 @pytest.mark.rare
@@ -548,7 +553,7 @@ def test_memory_on_a_mesh(tmp_path):
     auto = kvjax.policy("auto", memory=tails)
     found = kvjax.generate(lm, PROMPTS, cache=auto, **settings)
     assert found.tokens == wanted.tokens
-    assert kvjax.nbytes(found.cache, found.cache.spread)["device"] <= tails
+    assert kvjax.nbytes(found.cache, found.cache.mesh_sharding)["device"] <= tails
     limits = InferenceLimits(cache_memory_ratio=0.5, device_memory=10**7)
     few = kvjax.generate(lm, PROMPTS, limits=limits, max_new_tokens=3, **SHARED)
     assert few.stats.new_tokens == 9

@@ -266,7 +266,7 @@ def test_operations_are_those_of_one_device(name, shape):
     turn = list(SOME).index(name) + (shape == "2-2-2")
     for change in list(EVERY.values())[slice(None) if FULL else slice(turn % 2, None, 2)]:
         alone, spread = filled(name), filled(name, shape)
-        over = spread.spread.mesh
+        over = spread.mesh_sharding.mesh
         wanted, found = change(alone), change(spread)
         assert {leaf.sharding.mesh for leaf in jax.tree.leaves(found)} == {over}
         wanted, found = (fed(with_room(cache), [50]) for cache in (wanted, found))
@@ -338,10 +338,10 @@ def test_a_text_goes_on_on_another_mesh(name):
     cache, alone = filled(name, "1-1-8" if turn % 2 else "2-2-2"), filled(name)
     for number, some in enumerate(sizes):
         over = None if some is None else kvjax.make_mesh(**some)
-        before, same = jax.tree.leaves(cache), cache.spread == spread_of(over)
+        before, same = jax.tree.leaves(cache), cache.mesh_sharding == spread_of(over)
         cache = kvjax.migrate(cache, mesh=over)
         assert same or any(array.is_deleted() for array in before)
-        assert cache.spread == spread_of(over)
+        assert cache.mesh_sharding == spread_of(over)
         alone, cache = (fed(with_room(each), [70 + number]) for each in (alone, cache))
         close([np.asarray(x) for x in seen(cache)], [np.asarray(x) for x in seen(alone)])
     cache = kvjax.migrate(cache, kvjax.Host(), mesh=mesh("1-1-8"))

@@ -93,7 +93,7 @@ def test_a_device_copies_nothing_and_gathers_nothing(name, shape, form):
 
 
 def assert_of_a_device(program, cache):
-    each = kvjax.nbytes(cache, cache.spread)["device"]
+    each = kvjax.nbytes(cache, cache.mesh_sharding)["device"]
     layer = each // len(cache.layers)
     assert_no_copy(program, each, layer)
     assert all(found.bytes <= layer // 20 for found in collectives(program))

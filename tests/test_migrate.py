@@ -253,7 +253,7 @@ def test_a_text_that_outgrows_the_memory(tiny_llama, bits):
     assert kvjax.nbytes(found.cache)["device"] <= policy.budget.memory
     assert found.tokens == wanted.tokens
     apply = jax.jit(tiny_llama.apply)
-    tokens = np.asarray(found.unfed, np.int32)
+    tokens = np.asarray(found.pending_tokens, np.int32)
     ours, theirs = (apply(tiny_llama.params, tokens, r.cache)[0] for r in (found, wanted))
     assert np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
     if bits == 4:
@@ -266,10 +266,10 @@ def test_layers_come_back_when_there_is_room_again(tiny_llama):
     found = kvjax.generate(tiny_llama, PROMPTS, cache=auto(tiny_llama, 4), **AT)
     out = places(found.cache).count("host")
     assert out
-    more = kvjax.generate(tiny_llama, found.unfed, cache=found.cache, max_new_tokens=3)
+    more = kvjax.generate(tiny_llama, found.pending_tokens, cache=found.cache, max_new_tokens=3)
     assert more.stats.moves == () and places(more.cache).count("host") == out
     one = kvjax.select(more.cache, [1])
-    last = kvjax.generate(tiny_llama, [more.unfed[1]], cache=one, max_new_tokens=3)
+    last = kvjax.generate(tiny_llama, [more.pending_tokens[1]], cache=one, max_new_tokens=3)
     assert {move.place for move in last.stats.moves} == {"device"}
     assert set(places(last.cache)) == {"device"}
 
@@ -282,9 +282,9 @@ def test_layers_stay_away_where_the_text_will_need_the_room(tiny_llama):
     found = kvjax.generate(tiny_llama, prompts, cache=auto(tiny_llama, 4), **short)
     assert found.cache.max_len < 512 and set(places(found.cache)) == {"device"}
     parked = kvjax.migrate(found.cache, kvjax.Host())
-    back = kvjax.generate(tiny_llama, found.unfed, cache=kvjax.fork(parked), **short)
+    back = kvjax.generate(tiny_llama, found.pending_tokens, cache=kvjax.fork(parked), **short)
     assert [move.place for move in back.stats.moves] == ["device"] * 2
-    assert kvjax.generate(tiny_llama, found.unfed, cache=parked, **long).stats.moves == ()
+    assert kvjax.generate(tiny_llama, found.pending_tokens, cache=parked, **long).stats.moves == ()
 
 
 @pytest.mark.rare
@@ -295,11 +295,11 @@ def test_more_rows_send_layers_away(tiny_llama, layout):
     found = kvjax.generate(tiny_llama, PROMPTS, cache=policy, max_len=512, **short)
     assert set(places(found.cache)) == {"device"}
     many = kvjax.repeat(found.cache, 4)
-    rows = [row for row in found.unfed for _ in range(4)]
+    rows = [row for row in found.pending_tokens for _ in range(4)]
     more = kvjax.generate(tiny_llama, rows, cache=many, **short)
     assert {move.place for move in more.stats.moves} == {"host"}
     assert kvjax.nbytes(more.cache)["device"] <= policy.budget.memory
-    few = kvjax.generate(tiny_llama, found.unfed, cache=found.cache, **short)
+    few = kvjax.generate(tiny_llama, found.pending_tokens, cache=found.cache, **short)
     assert more.tokens[::4] == few.tokens
 
 

@@ -185,7 +185,7 @@ def scored() -> Any:
 def went_on() -> Any:
     """A conversation on one cache."""
     first = kvjax.generate(lm(), PROMPTS, max_new_tokens=4, eos_token_ids=(), max_len=MAX_LEN)
-    more = [[*unfed, 5] for unfed in first.unfed]
+    more = [[*pending_tokens, 5] for pending_tokens in first.pending_tokens]
     again = kvjax.generate(lm(), more, cache=first.cache, max_new_tokens=4, eos_token_ids=())
     return [tokens_of(first), tokens_of(again), again.cache]
 

@@ -125,7 +125,7 @@ def test_cold_equals_warm_bit_for_bit(name, tmp_path):
         saved += hit
         stats = tree.stats()
         tiers |= {tier for tier, taken in stats.bytes.items() if taken}
-        assert stats.used == (0,) * len(stats.used)
+        assert stats.used_pages == (0,) * len(stats.used_pages)
     assert saved > 150 and tiers == {"device", "host", "disk"}
     tree.clear()
     assert not any(tmp_path.rglob("*.npz"))
@@ -269,7 +269,7 @@ def rests(cache, row=0):
 
 def asked(tree, lm, texts, new=4, keep=True, tenant=None, look=True):
     """Run a request with keys that identify their prefix, and check them. Returns the hits."""
-    lease = tree.lend(lm, [list(text) for text in texts], new=new, tenant=tenant)
+    lease = tree.lease(lm, [list(text) for text in texts], new=new, tenant=tenant)
     cache, held = lease.take_cache(), lease.hits.copy()
     lengths = np.array([len(text) for text in texts])
     while (held < lengths).any():
@@ -299,10 +299,10 @@ def accounted(tree):
             for page in node.pages[kind]
             if page is not None and page.page >= 0
         ]
-        assert len({*kept}) == len(kept) == stats.cached[kind]
-        assert len({*counts.free}) == len(counts.free) == stats.free[kind]
+        assert len({*kept}) == len(kept) == stats.cached_pages[kind]
+        assert len({*counts.free}) == len(counts.free) == stats.free_pages[kind]
         assert not {*kept} & {*counts.free}
-        assert len(kept) + len(counts.free) == len(counts.refs) and stats.used[kind] == 0
+        assert len(kept) + len(counts.free) == len(counts.refs) and stats.used_pages[kind] == 0
         assert counts.refs.sum() == len(kept) and {*counts.refs.tolist()} <= {0, 1}
     every = [
         kept
@@ -437,7 +437,7 @@ def test_two_thousand_requests_leave_no_page_behind():
     assert hits > 20_000 and tree.sequences.tiers.dropped > 100
     for node in list(tree.sequences.radix.roots.values()):
         tree.sequences.tiers.remove(node)
-    assert tree.stats().free == (40, 40) and tree.stats().bytes == dict.fromkeys(TIERS, 0)
+    assert tree.stats().free_pages == (40, 40) and tree.stats().bytes == dict.fromkeys(TIERS, 0)
 
 
 def test_a_text_that_is_gone_on_from_stays():
@@ -449,7 +449,7 @@ def test_a_text_that_is_gone_on_from_stays():
     asked(tree, lm, [new])
     # All pages but those of its prefix, which was used least recently.
     hits = asked(tree, lm, [old + tuple(rng.integers(0, 9, 100).tolist())], new=12)
-    assert hits == [48] and tree.stats().dropped >= 3
+    assert hits == [48] and tree.stats().evicted >= 3
     accounted(tree)
 
 
@@ -547,7 +547,7 @@ def test_whose_texts_they_are():
     with pytest.raises(ValueError, match="made for another model"):
         cached(small(num_hidden_layers=1, windows=(None,)), tree)
     stats = tree.stats()
-    assert (stats.rows, stats.hits, stats.saved_tokens) == (
+    assert (stats.prompts, stats.hits, stats.cached_tokens) == (
         7,
         4,
         128,
@@ -573,10 +573,10 @@ def test_a_stream_that_is_let_go_gives_its_pages_back():
     assert result.stats.cached_tokens == 0  # an unfinished stream adds nothing
     accounted(tree)
     # If a cache is lost, the tree's pages are lost too.
-    lease = tree.lend(lm, [list(range(40))], new=2)
+    lease = tree.lease(lm, [list(range(40))], new=2)
     jax.tree.map(lambda x: x.delete(), lease.take_cache())
     lease.finish(None, None)
-    assert tree.stats().cached == (0,) and not tree.stats().texts
+    assert tree.stats().cached_pages == (0,) and not tree.stats().sequences
     assert kvjax.generate(lm, [[1, 2]], prefix_cache=tree, max_new_tokens=2).tokens
 
 
@@ -657,14 +657,14 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     for prompt in told[:6]:
         after(lm, [prompt], prefix_cache=tree)
     after(lm, [told[0]], prefix_cache=tree.of("a"))
-    texts = tree.stats().texts
+    texts = tree.stats().sequences
     tree.weights = 0
     after(lm, [told[1]], prefix_cache=tree)
     tree.weights = ("run", 1)
     tree.save(tmp_path / "tree", lm)
     again = kvjax.PrefixTree.load(tmp_path / "tree", lm, host_memory="1MiB")
     assert (again.weights, again.settings) == (("run", 1), tree.settings)
-    assert again.stats().texts == texts < tree.stats().texts
+    assert again.stats().sequences == texts < tree.stats().sequences
     for tenant in (None, "a"):
         for prompt in told:
             found, hit, tokens = after(lm, [prompt], prefix_cache=again.of(tenant))
@@ -688,7 +688,7 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     tree.clear()
     tree.weights = 0
     tree.save(tmp_path / "empty", lm)
-    assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().texts == 0
+    assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().sequences == 0
 
 
 # Interrupts.
@@ -705,8 +705,8 @@ def test_what_is_refused_leaves_all_texts():
         ValueError, match="may need 11 more pages, but the prefix tree's pool has 10 in all"
     ):
         asked(tree, lm, [tuple(rng.integers(0, 9, 170).tolist())])
-    assert asked(tree, lm, [text]) == [64] and tree.stats().dropped == 0
-    lease = tree.lend(lm, [list(text)], new=2)
+    assert asked(tree, lm, [text]) == [64] and tree.stats().evicted == 0
+    lease = tree.lease(lm, [list(text)], new=2)
     for call in (tree.clear, lambda: tree.save("folder", lm), lambda: asked(tree, lm, [text])):
         with pytest.raises(ValueError, match="are leased to an unfinished stream"):
             call()
@@ -723,7 +723,7 @@ def test_nothing_is_kept_of_tokens_that_nobody_knows(policy):
     lm, rng = bare(), np.random.default_rng(10)
     tree = tree_of(lm, policy, pages=40, exact_prefix=False)
     text = tuple(rng.integers(0, 9, 90).tolist())
-    lease = tree.lend(lm, [list(text)], new=2)
+    lease = tree.lease(lm, [list(text)], new=2)
     cache = lease.take_cache()
     for start in range(0, 96, 16):
         numbers = np.zeros((1, 16), np.float32)
@@ -789,7 +789,7 @@ def test_a_state_is_taken_once():
     """Also for a row whose prompt is complete while another row continues."""
     lm, rng = bare(), np.random.default_rng(9)
     tree, states = tree_of(lm, POLICIES["int8"], pages=40, checkpoint_every=100), []
-    lease = tree.lend(lm, [rng.integers(0, 9, n).tolist() for n in (32, 150)], new=2)
+    lease = tree.lease(lm, [rng.integers(0, 9, n).tolist() for n in (32, 150)], new=2)
     cache = lease.take_cache()
     for held in (np.minimum(n, [32, 150]) for n in range(16, 161, 16)):
         before = len(lease._checkpoints) + len(lease._in_flight)
@@ -868,7 +868,7 @@ def test_a_disk_that_takes_nothing_costs_texts_and_no_request(how, tmp_path, mon
             accounted(tree)
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert len(files) == 0 if how == "full" else tree.stats().bytes["disk"] > 0
-    assert tree.stats().dropped > 0
+    assert tree.stats().evicted > 0
 
 
 @pytest.mark.parametrize(
@@ -891,13 +891,13 @@ def test_threads_share_a_tree(way):
 
     def asked_for(number):
         mine = prompts[number::8]
-        return [(tokens(prompt, prefix_cache=tree), tree.stats().rows)[0] for prompt in mine]
+        return [(tokens(prompt, prefix_cache=tree), tree.stats().prompts)[0] for prompt in mine]
 
     found = together(8, asked_for)
     for number, rows in enumerate(found):
         assert rows == [tokens(prompt, **tree.settings) for prompt in prompts[number::8]]
     accounted(tree)
-    assert tree.stats().rows == len(prompts) and tree.stats().hits > 0
+    assert tree.stats().prompts == len(prompts) and tree.stats().hits > 0
 
 
 @pytest.mark.slow

@@ -61,8 +61,10 @@ def test_rows_are_those_of_generate(lm, policy):
     assert lists(found) == [row[:real].tolist() for row, real in
                             zip(wanted.tokens, wanted.lengths, strict=True)]  # fmt: skip
     assert found.reasons == wanted.stats.stop_reasons and "eos" in found.reasons
-    np.testing.assert_allclose(found.logprobs, wanted.logprobs.chosen, atol=1e-6)
-    np.testing.assert_allclose(found.drawn, wanted.logprobs.drawn, atol=1e-6)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs.logprobs, atol=1e-6)
+    np.testing.assert_allclose(
+        found.sampling_logprobs, wanted.logprobs.sampling_logprobs, atol=1e-6
+    )
     for row, (tokens, real) in enumerate(zip(found.tokens, found.lengths, strict=True)):
         prompt = PROMPTS[row // 3]
         new = slice(len(prompt), len(prompt) + int(real))
@@ -94,11 +96,13 @@ def test_drawn_log_probabilities_are_the_trainers(dtype, tolerance):
     lm = dataclasses.replace(small(), config=model.config, params=params, architecture=model)
     found = kvjax.rollout(lm, params, PROMPTS, n=4, max_new_tokens=24, temperature=0.8)
     wanted = trainer(model, params, found, 0.8)
-    mean = jnp.sum(jnp.abs(found.beside(found.drawn)[:, 1:] - wanted)) / found.lengths.sum()
-    np.testing.assert_allclose(found.beside(found.drawn)[:, 1:], wanted, atol=tolerance)
+    mean = (
+        jnp.sum(jnp.abs(found.align(found.sampling_logprobs)[:, 1:] - wanted)) / found.lengths.sum()
+    )
+    np.testing.assert_allclose(found.align(found.sampling_logprobs)[:, 1:], wanted, atol=tolerance)
     assert mean < tolerance / 10
     own = trainer(model, params, found)
-    np.testing.assert_allclose(found.beside(found.logprobs)[:, 1:], own, atol=tolerance)
+    np.testing.assert_allclose(found.align(found.logprobs)[:, 1:], own, atol=tolerance)
 
 
 @pytest.mark.slow
@@ -161,7 +165,7 @@ def test_the_parameters_of_the_first_step_compile_no_program_of_their_own(lm, fi
                 given, params, PROMPTS, max_new_tokens=3, seed=step, cache=cache, buffer=buffer
             )
         compiled.append(meter.compilations)
-        buffer, params = found.cache, train(params, found.drawn)
+        buffer, params = found.cache, train(params, found.sampling_logprobs)
     assert compiled[1:] == [0, 0] and rollout_program._rollout._cache_size() - before == 1
 
 
@@ -200,13 +204,13 @@ def test_inside_jit_with_a_traced_seed(lm):
     @jax.jit
     def step(params, tokens, lengths, seed):
         found = kvjax.rollout(lm, params, (tokens, lengths), n=2, max_new_tokens=5, seed=seed)
-        return found.new_tokens, found.drawn
+        return found.new_tokens, found.sampling_logprobs
 
     for seed in (0, 7):
         tokens, drawn = step(lm.params, TOKENS, LENGTHS, jnp.uint32(seed))
         wanted = kvjax.rollout(lm, lm.params, PROMPTS, n=2, max_new_tokens=5, seed=seed)
         np.testing.assert_array_equal(tokens, wanted.new_tokens)
-        np.testing.assert_allclose(drawn, wanted.drawn, atol=1e-5)
+        np.testing.assert_allclose(drawn, wanted.sampling_logprobs, atol=1e-5)
 
 
 @pytest.mark.rare
@@ -267,7 +271,7 @@ def test_frequencies_that_depend_on_the_length_are_those_of_generate():
     wanted = kvjax.generate(
         lm, prompts, max_new_tokens=6, seed=0, temperature=1.0, logprobs=True, padded=True
     )
-    np.testing.assert_allclose(found.logprobs, wanted.logprobs.chosen, atol=1e-5)
+    np.testing.assert_allclose(found.logprobs, wanted.logprobs.logprobs, atol=1e-5)
 
 
 @pytest.mark.rare
@@ -354,7 +358,7 @@ def test_the_page_of_training_loops_runs(capsys):
     found: dict[str, Any] = {}
     code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     exec("\n".join(code), found)
-    drawn = found["samples"].beside(found["samples"].drawn)[:, 1:]
+    drawn = found["samples"].align(found["samples"].sampling_logprobs)[:, 1:]
     assert drawn.shape == found["trainer_logprobs"].shape and found["cache"].length.tolist()[0] > 1
     assert "(1, 8) [8] (1, 8)" in capsys.readouterr().out
     grads = jax.tree.leaves(found["grads"])

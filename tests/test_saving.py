@@ -157,7 +157,7 @@ def test_from_a_mesh_and_to_one(name, axes, tmp_path):
     cache = filled(CELLS[name], mesh=mesh)
     kvjax.save_cache(tmp_path / "a", cache, model=small())
     alone, _ = kvjax.load_cache(tmp_path / "a", model=small())
-    assert alone.spread is None
+    assert alone.mesh_sharding is None
     wanted = goes_on(cache, mesh)
     np.testing.assert_allclose(goes_on(alone), wanted, rtol=1e-4, atol=1e-4)
     other = mesh_of(1, 2, 1, first=4)
@@ -201,7 +201,7 @@ def test_generation_goes_on_from_a_file_in_another_process(tmp_path):
     lm = models.load()
     first = kvjax.generate(lm, ["Once upon a time"], max_new_tokens=12)
     kvjax.save_cache(tmp_path / "a", first.cache, model=lm)
-    logits, cache = lm.apply(lm.params, np.array(first.unfed), first.cache)
+    logits, cache = lm.apply(lm.params, np.array(first.pending_tokens), first.cache)
     wanted = kvjax.generate(lm, [[7, 8, 9]], cache=cache, max_new_tokens=6).tokens
     program = f"""
 import kvjax
@@ -209,7 +209,7 @@ import numpy as np
 from kvjax import models
 lm = models.load()
 cache, _ = kvjax.load_cache({str(tmp_path / "a")!r}, model=lm)
-logits, cache = lm.apply(lm.params, np.array({first.unfed}), cache)
+logits, cache = lm.apply(lm.params, np.array({first.pending_tokens}), cache)
 print([logits.tolist(), kvjax.generate(lm, [[7, 8, 9]], cache=cache, max_new_tokens=6).tokens])
 """
     found = subprocess.run(

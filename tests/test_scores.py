@@ -42,14 +42,14 @@ def test_of_generated_tokens_by_either_distribution(lm, settings):
     found = kvjax.generate(
         lm, PROMPTS, max_new_tokens=6, logprobs=True, padded=True, seed=3, **settings
     )
-    assert found.tokens.shape == found.logprobs.chosen.shape == (2, 6)
-    assert found.lengths.tolist() == [6, 6] and found.logprobs.ids.shape == (2, 6, 0)
+    assert found.tokens.shape == found.logprobs.logprobs.shape == (2, 6)
+    assert found.lengths.tolist() == [6, 6] and found.logprobs.top_ids.shape == (2, 6, 0)
     for row, prompt in enumerate(PROMPTS):
         logits = known(lm, prompt, found.tokens[row])
         own = np.asarray(jax.nn.log_softmax(logits))[range(6), found.tokens[row]]
-        np.testing.assert_allclose(found.logprobs.chosen[row], own, atol=1e-5)
+        np.testing.assert_allclose(found.logprobs.logprobs[row], own, atol=1e-5)
         if not settings:
-            assert (found.logprobs.drawn == 0).all()  # the likeliest was taken
+            assert (found.logprobs.sampling_logprobs == 0).all()  # the likeliest was taken
             continue
         warm = np.asarray(logits, np.float64) / settings["temperature"]
         kept = np.ones_like(warm, bool)
@@ -64,7 +64,7 @@ def test_of_generated_tokens_by_either_distribution(lm, settings):
         warm = np.where(kept, warm, -np.inf)
         drawn = warm - np.log(np.exp(warm).sum(axis=1, keepdims=True))
         np.testing.assert_allclose(
-            found.logprobs.drawn[row], drawn[range(6), found.tokens[row]], atol=1e-5
+            found.logprobs.sampling_logprobs[row], drawn[range(6), found.tokens[row]], atol=1e-5
         )
 
 
@@ -79,10 +79,12 @@ def test_a_padded_result_has_the_lists_in_arrays(lm):
         real = len(ids)
         assert arrays.tokens[row].tolist() == ids + [0] * (5 - real)
         scores = arrays.logprobs
-        assert np.allclose(scores.chosen[row, :real], [each.logprob for each in told])
-        likeliest = [[*zip(*each.likeliest, strict=True)] for each in told]
-        assert scores.ids[row, :real].tolist() == [list(ids) for ids, _ in likeliest]
-        assert not scores.chosen[row, real:].any() and not scores.drawn[row, real:].any()
+        assert np.allclose(scores.logprobs[row, :real], [each.logprob for each in told])
+        likeliest = [[*zip(*each.top_logprobs, strict=True)] for each in told]
+        assert scores.top_ids[row, :real].tolist() == [list(ids) for ids, _ in likeliest]
+        assert (
+            not scores.logprobs[row, real:].any() and not scores.sampling_logprobs[row, real:].any()
+        )
     assert lists.lengths is None
     with pytest.raises(ValueError, match="padded must be True or False, got 3"):
         kvjax.generate(lm, PROMPTS, padded=3)
@@ -105,7 +107,7 @@ def test_of_given_texts(lm, chunk):
         warm = logits / 0.8
         warm = np.where(warm >= np.sort(warm, axis=1)[:, -20][:, None], warm, -np.inf)
         drawn = np.asarray(jax.nn.log_softmax(warm))[range(len(new)), new]
-        np.testing.assert_allclose(found.drawn[row, : len(new)], drawn, atol=1e-5)
+        np.testing.assert_allclose(found.sampling_logprobs[row, : len(new)], drawn, atol=1e-5)
         assert not found.logprobs[row, len(new) :].any()
         assert abs(found.totals[row] - own.sum()) < 1e-4
 
@@ -135,7 +137,7 @@ def test_gradients_of_scores(lm):
 
     def total(params):
         found = kvjax.score(lm.with_params(params), PROMPTS, CONTINUATIONS, temperature=0.9)
-        return found.totals.sum() + found.drawn.sum()
+        return found.totals.sum() + found.sampling_logprobs.sum()
 
     def wanted_of(params):
         found = 0.0

@@ -120,7 +120,7 @@ class RunningServer:
 
     def assert_idle(self):
         self.until(lambda: not self.engine.busy and not self.server.state.active_requests)
-        assert sum(self.engine.stats().used) == 0
+        assert sum(self.engine.stats().used_pages) == 0
         assert self.server.state.queue.in_use == 0
         assert not self.server.state.handles
 
@@ -1061,10 +1061,10 @@ def test_page_in_a_browser(make_server, monkeypatch, tmp_path):
         tab.run("$('tokens').value = 400")
         tab.type("import")
         running.allow_steps(8)
-        tab.until(f"newest.used[0] > 0 && {said}.length > 6")
+        tab.until(f"newest.used_pages[0] > 0 && {said}.length > 6")
         stats = running.engine.stats()
-        (used,), (cached,), (free,) = stats.used, stats.cached, stats.free
-        tab.until(f"newest.used[0] === {used} && newest.cached[0] === {cached}")
+        (used,), (cached,), (free,) = stats.used_pages, stats.cached_pages, stats.free_pages
+        tab.until(f"newest.used_pages[0] === {used} && newest.cached_pages[0] === {cached}")
         assert tab.run(SQUARES) == [used, cached, free] and used > 0
         assert tab.run("$('send').textContent") == "Stop"
         tab.click("#send")

@@ -154,7 +154,7 @@ def test_layers_of_other_heads():
             np.testing.assert_allclose(mixed, own[n].mixed, rtol=1e-5, atol=1e-6)
     there = kvjax.migrate(kvjax.advance(cache, 3), mesh=None)
     back = kvjax.migrate(kvjax.fork(there), mesh=kvjax.make_mesh(tensor=4))
-    assert back.spread == cache.spread
+    assert back.mesh_sharding == cache.mesh_sharding
     for n in range(4):
         assert np.array_equal(kvjax.read(there, n)[0], kvjax.read(back, n)[0])
 

@@ -81,7 +81,7 @@ def test_a_cache_does_not_change_what_is_written() -> None:
     for row in range(2):
         assert [token for piece in pieces for token in piece[row]] == wanted.tokens[row]
     read = lm.reading(TEXTS)
-    more = written(read, wanted.unfed, cache=wanted.cache)
+    more = written(read, wanted.pending_tokens, cache=wanted.cache)
     assert more.tokens == [row[NEW:] for row in written(lm, max_new_tokens=2 * NEW).tokens]
 
 

@@ -258,7 +258,10 @@ def test_generation_in_a_quantized_cache(name, tiny_llama):
     assert [len(row) for row in result.tokens] == [30, 30]
     kvjax.check(result.cache)
     more = kvjax.generate(
-        tiny_llama, [[*row, 3] for row in result.unfed], max_new_tokens=5, cache=result.cache
+        tiny_llama,
+        [[*row, 3] for row in result.pending_tokens],
+        max_new_tokens=5,
+        cache=result.cache,
     )
     assert [len(row) for row in more.tokens] == [5, 5]
 

@@ -311,7 +311,7 @@ def test_a_cache_in_another_memory_is_not_taken_inside_jit():
 
 def test_a_cache_on_a_mesh_is_no_pickle():
     cache = kvjax.init_cache(MODEL.config, batch=2, max_len=8, mesh=kvjax.make_mesh(data=2))
-    assert copy.deepcopy(cache).spread == cache.spread
+    assert copy.deepcopy(cache).mesh_sharding == cache.mesh_sharding
     with pytest.raises(ValueError, match=r"can't be pickled.*kvjax\.migrate\(cache, mesh=None\)"):
         pickle.dumps(cache)
 

@@ -223,14 +223,14 @@ class FunctionModel:
           ValueError: if the mesh has axes that ``kvjax.make_mesh`` does not create, or ``specs``
             does not match ``params``.
         """
-        spread = shard_over(mesh, common_heads(self.config))
+        mesh_sharding = shard_over(mesh, common_heads(self.config))
         specs = PartitionSpec() if self.specs is None else self.specs
         shapes = self.abstract_params()
         try:
             specs = jax.tree.broadcast(specs, shapes, is_leaf=_is_spec)
         except ValueError as error:
             raise ValueError(f"the tree of specs does not match params: {error}") from None
-        return jax.tree.map(spread.sharding, specs, is_leaf=_is_spec)
+        return jax.tree.map(mesh_sharding.sharding, specs, is_leaf=_is_spec)
 
     def _check(
         self, result: object, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool

@@ -104,7 +104,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         ).check()
         self._buffer, self._buffer_shape = result.cache, shape
         new_tokens, counts, logprobs = jax.device_get(
-            (result.new_tokens, result.lengths, result.drawn)
+            (result.new_tokens, result.lengths, result.sampling_logprobs)
         )
         ids = [row[:count] for row, count in zip(new_tokens, counts, strict=True)]
         return base_rollout.RolloutOutput(

@@ -96,8 +96,8 @@ def attend(
     layer_cache, pending = cache.layers[entry], cache.pending
     if pending is not None and index is None and entry not in pending.entries:
         pending = None
-    if cache.spread is not None:
-        cache.spread.check_context()
+    if cache.mesh_sharding is not None:
+        cache.mesh_sharding.check_context()
     _check_queries(queries, layer_cache, cache.batch)
     new = queries.shape[2]
     attention_path = select_path(path, layer_cache.policy, new)
@@ -252,8 +252,11 @@ def _attend(
 
     ``queries``: rotated to their positions, and rotated to capped positions if those differ.
     """
-    kv_heads, spread = view.layer_cache.kv_heads, view.layer_cache.policy.placement.spread
-    if spread is None:
+    kv_heads, mesh_sharding = (
+        view.layer_cache.kv_heads,
+        view.layer_cache.policy.placement.mesh_sharding,
+    )
+    if mesh_sharding is None:
         with tracing_for(target):
             inputs = AttentionInputs(queries[0], queries[-1], kv_heads, view.unstacked(), mask)
             return path(inputs)
@@ -261,9 +264,9 @@ def _attend(
     # Devices receive the arrays of a bias that is a pytree. Arrays in a closure are not visible.
     leaves, form = jax.tree.flatten(mask.bias)
     arrays = [leaf if isinstance(leaf, jax.Array | np.ndarray) else None for leaf in leaves]
-    rows: Any = spread.row_spec()
+    rows: Any = mesh_sharding.row_spec()
     everywhere: Any = PartitionSpec()
-    query_spec = spread.query_spec(heads, kv_heads)
+    query_spec = mesh_sharding.query_spec(heads, kv_heads)
 
     def on_device(
         queries: tuple[AttentionOutput, ...],
@@ -274,9 +277,9 @@ def _attend(
         own = [leaf if x is None else x for leaf, x in zip(leaves, arrays, strict=True)]
         bias = form.unflatten(own)
         if bias is not None:
-            bias = device_bias(bias, spread, heads, queries[0].shape[1])
-        mask = replace(mask, axis=SEQUENCE if spread.parts > 1 else None, bias=bias)
-        kv_heads = view.layer_cache.kv_heads // spread.heads
+            bias = device_bias(bias, mesh_sharding, heads, queries[0].shape[1])
+        mask = replace(mask, axis=SEQUENCE if mesh_sharding.parts > 1 else None, bias=bias)
+        kv_heads = view.layer_cache.kv_heads // mesh_sharding.heads
         shard = view.layer_cache.policy.placement.shard()
         return path(
             AttentionInputs(queries[0], queries[-1], kv_heads, view.unstacked(), mask, shard)
@@ -289,7 +292,7 @@ def _attend(
     )
     with tracing_for(target):
         specs = query_spec, view_specs, mask_specs, everywhere
-        return spread.run(on_device, specs, query_spec, queries, view, mask, arrays)
+        return mesh_sharding.run(on_device, specs, query_spec, queries, view, mask, arrays)
 
 
 _attend_once = jax.jit(_attend, static_argnames=("target", "path"))

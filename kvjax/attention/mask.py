@@ -113,7 +113,7 @@ def _raw_from(split: Split, queries: Array, call_start: Array | None) -> Array:
     return first if call_start is None else jnp.minimum(first, call_start)
 
 
-def device_bias(bias: Bias, spread: MeshSharding, heads: int, device_heads: int) -> Bias:
+def device_bias(bias: Bias, mesh_sharding: MeshSharding, heads: int, device_heads: int) -> Bias:
     """The bias of a device's ``device_heads`` query heads, from the bias of all ``heads``."""
 
     def own(queries: Array, keys: Array) -> Array:
@@ -125,9 +125,13 @@ def device_bias(bias: Bias, spread: MeshSharding, heads: int, device_heads: int)
             )
         if scores.ndim < 3 or scores.shape[-3] == 1 or device_heads == heads:
             return scores
-        first = device_heads * spread.index(TENSOR)
-        if device_heads * spread.heads < heads:  # devices with the same keys divide the queries
-            first = device_heads * (spread.index(TENSOR) * spread.copies + spread.index(COPIES))
+        first = device_heads * mesh_sharding.index(TENSOR)
+        if (
+            device_heads * mesh_sharding.heads < heads
+        ):  # devices with the same keys divide the queries
+            first = device_heads * (
+                mesh_sharding.index(TENSOR) * mesh_sharding.copies + mesh_sharding.index(COPIES)
+            )
         return lax.dynamic_slice_in_dim(scores, first, device_heads, axis=-3)
 
     return own

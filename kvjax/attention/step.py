@@ -140,6 +140,6 @@ def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -
     cache = validated("kvjax.step", cache)
     if shape and shape[0] != cache.batch:
         raise ValueError(f"tokens have {shape[0]} row(s), but the cache has {cache.batch}")
-    if cache.spread is not None:
-        cache.spread.check_context()
+    if cache.mesh_sharding is not None:
+        cache.mesh_sharding.check_context()
     return Step(begin_append(cache, new, lengths), new)

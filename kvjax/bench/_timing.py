@@ -51,8 +51,8 @@ class PolicyTimer:
             max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing
         )
         request = prepare_request(lm, prompt.tolist(), options)
-        if request.spread is not None:
-            request.spread.check_rows(len(prompt))
+        if request.mesh_sharding is not None:
+            request.mesh_sharding.check_rows(len(prompt))
         # Runs are rewound, so their total number of tokens is unlimited. The cache never grows.
         self.request = replace(request, max_new_tokens=UNLIMITED, max_len=request.capacity)
         self._lm, self.steps, self.shape = lm, steps, prompt.shape

@@ -90,8 +90,8 @@ def append(
             f"layer {layer} has been appended to in this call: end the call with "
             f"kvjax.advance(cache, {cache.pending.new}) first"
         )
-    if cache.spread is not None:
-        cache.spread.check_context()
+    if cache.mesh_sharding is not None:
+        cache.mesh_sharding.check_context()
     check_new(cache, old, keys, "keys")
     check_new(cache, old, values, "values")
     if keys.shape != values.shape:
@@ -303,17 +303,21 @@ def write_layer(
 ) -> LayerCache:
     """A layer, or layer ``index`` of a stack, with the first ``count`` tokens of a call
     written after the ``length`` tokens of each row. Equal layers share one trace."""
-    spread = old.policy.placement.spread
+    mesh_sharding = old.policy.placement.mesh_sharding
     args = old, keys, values, length, count, rotary, table, index
     with tracing_for(target):
-        if spread is None:
+        if mesh_sharding is None:
             parts = store_tokens(*args)
         else:
-            specs, tokens, rows = old.partition_specs(), spread.token_spec(), spread.row_spec()
+            specs, tokens, rows = (
+                old.partition_specs(),
+                mesh_sharding.token_spec(),
+                mesh_sharding.row_spec(),
+            )
             replicated = PartitionSpec()
             in_specs = specs, tokens, tokens, rows, rows, replicated, rows, replicated
             out_specs = specs.keys, specs.values, specs.tail, tokens, specs.fetched
-            parts = spread.run(store_tokens, in_specs, out_specs, *args)
+            parts = mesh_sharding.run(store_tokens, in_specs, out_specs, *args)
     keys, values, tail, strip, fetched = parts
     return replace(old, keys=keys, values=values, tail=tail, strip=strip, fetched=fetched)
 
@@ -349,10 +353,10 @@ def prefetch_bodies(
 def _fetch_body(layer: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
     """The body of a layer in device memory; on a mesh, each device's shard."""
     placement, stores = layer.policy.placement, (layer.keys, layer.values)
-    spread = placement.spread
-    if spread is None or after is None:
+    mesh_sharding = placement.mesh_sharding
+    if mesh_sharding is None or after is None:
         return placement.near(stores, after)
     specs = layer.partition_specs()
     body_specs = specs.keys, specs.values
-    rest = spread.token_spec(), spread.row_spec()
-    return spread.run(placement.near, (body_specs, rest), body_specs, stores, after)
+    rest = mesh_sharding.token_spec(), mesh_sharding.row_spec()
+    return mesh_sharding.run(placement.near, (body_specs, rest), body_specs, stores, after)

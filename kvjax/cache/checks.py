@@ -264,6 +264,6 @@ def clear_status(cache: KVCache) -> KVCache:
     has been handled."""
     check_arrays("kvjax.clear_status", cache)
     status = jnp.zeros_like(cache.status)
-    if cache.spread is not None:
-        status = cache.spread.put(status, cache.spread.row_spec)
+    if cache.mesh_sharding is not None:
+        status = cache.mesh_sharding.put(status, cache.mesh_sharding.row_spec)
     return replace(cache, status=status)

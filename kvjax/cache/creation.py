@@ -145,13 +145,14 @@ def allocate(
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)
     heads = layer_heads(config)
-    spread = None if mesh is None else shard_over(mesh, common_heads(config))
-    if spread is not None:
-        spread.check_rows(batch)
-        check_not_target_mesh(spread.mesh)
+    mesh_sharding = None if mesh is None else shard_over(mesh, common_heads(config))
+    if mesh_sharding is not None:
+        mesh_sharding.check_rows(batch)
+        check_not_target_mesh(mesh_sharding.mesh)
     # A policy from another cache may name another platform; these arrays are for this one.
     policies = [
-        replace(x, placement=x.placement.on_mesh(spread or x.placement.spread)) for x in policies
+        replace(x, placement=x.placement.on_mesh(mesh_sharding or x.placement.mesh_sharding))
+        for x in policies
     ]
     # Layers that read another layer's keys and values have none of their own.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
@@ -240,7 +241,7 @@ def new_layer(
 ) -> LayerCache:
     """An empty layer, or a stack, where the policy places it. On a mesh each device allocates its
     own shard."""
-    if policy.placement.spread is None:
+    if policy.placement.mesh_sharding is None:
         return empty_layer(policy, batch, kv_heads, head_dim, window, stack).placed()
     return _sharded_layer(policy, batch, kv_heads, head_dim, window, stack)()
 
@@ -249,10 +250,13 @@ def new_layer(
 def _sharded_layer(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
     """The program that allocates an empty layer on the devices of a mesh."""
     make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
-    spread = placement.spread
-    assert spread is not None
+    mesh_sharding = placement.mesh_sharding
+    assert mesh_sharding is not None
     specs = jax.eval_shape(make).partition_specs()
-    near, far = spread.sharding, functools.partial(spread.sharding, kind=placement.memory_kind)
+    near, far = (
+        mesh_sharding.sharding,
+        functools.partial(mesh_sharding.sharding, kind=placement.memory_kind),
+    )
     shardings = replace(
         jax.tree.map(near, specs),
         keys=jax.tree.map(far, specs.keys),

@@ -72,8 +72,8 @@ class _Divisions:
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
         caches = [x for x in leaves if _is_cache(x)]
         for cache in caches:
-            if cache.spread is not None:
-                cache.spread.check_context()
+            if cache.mesh_sharding is not None:
+                cache.mesh_sharding.check_context()
         self.cache = {
             path: jax.typeof(x).sharding.spec
             for path, x in jax.tree_util.tree_leaves_with_path(caches[0] if caches else ())

@@ -137,7 +137,9 @@ class LayerCache:
             return self.map_arrays(change)
         tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
         placement = self.policy.placement
-        tail, strip = placement.put_tokens((tail, strip)) if placement.spread else (tail, strip)
+        tail, strip = (
+            placement.put_tokens((tail, strip)) if placement.mesh_sharding else (tail, strip)
+        )
         return replace(self, tail=tail, strip=strip, low=low)
 
     def concatenate(self, others: Sequence["LayerCache"]) -> "LayerCache":
@@ -149,7 +151,7 @@ class LayerCache:
         """``change`` of every array and the same array of ``others``, computed on the device."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
-        if placement.spread is not None:
+        if placement.mesh_sharding is not None:
             return near.placed()
         return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))
 
@@ -161,10 +163,12 @@ class LayerCache:
     def placed(self) -> "LayerCache":
         """With every array where the policy places it."""
         placement = self.policy.placement
-        if (spread := placement.spread) is not None:
+        if (mesh_sharding := placement.mesh_sharding) is not None:
             specs, kind = self.partition_specs(), placement.memory_kind
-            body = spread.put_with_specs((self.keys, self.values), (specs.keys, specs.values), kind)
-            rest = spread.put_with_specs((self.tail, self.low), (specs.tail, specs.low))
+            body = mesh_sharding.put_with_specs(
+                (self.keys, self.values), (specs.keys, specs.values), kind
+            )
+            rest = mesh_sharding.put_with_specs((self.tail, self.low), (specs.tail, specs.low))
         else:
             body = placement.store((self.keys, self.values), self.orders)
             rest = placement.put((self.tail, self.low))
@@ -172,8 +176,8 @@ class LayerCache:
 
     def partition_specs(self) -> "LayerCache":
         """The ``PartitionSpec`` of each array, for a layer on a mesh."""
-        spread = self.policy.placement.spread
-        assert spread is not None
+        mesh_sharding = self.policy.placement.mesh_sharding
+        assert mesh_sharding is not None
 
         def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
             return jax.tree.map(lambda x: spec(x.shape), part)
@@ -182,8 +186,8 @@ class LayerCache:
         if self.stack is not None:
             own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
         *body, tail, low = own
-        bodies = tuple(spread.body_specs(tuple(body), self.orders))
-        own = *bodies, each(tail, spread.token_spec), each(low, spread.row_spec)
+        bodies = tuple(mesh_sharding.body_specs(tuple(body), self.orders))
+        own = *bodies, each(tail, mesh_sharding.token_spec), each(low, mesh_sharding.row_spec)
         if self.stack is not None:
             own = jax.tree.map(lambda spec: PartitionSpec(None, *spec), own)
         keys, values, tail, low = own
@@ -193,7 +197,7 @@ class LayerCache:
             values=values,
             tail=tail,
             low=low,
-            strip=each(self.strip, spread.token_spec),
+            strip=each(self.strip, mesh_sharding.token_spec),
             strip_of=None if self.strip_of is None else PartitionSpec(),
             fetched=None if self.fetched is None else bodies,
         )

@@ -29,9 +29,9 @@ def with_pools(cache: KVCache) -> KVCache:
 
 def empty_pool(group: PageGroup, cache: KVCache) -> PageAllocator:
     """A pool for the rows of a cache, with all pages free, as NumPy arrays."""
-    pages, spread = group.layout.pool, cache.spread
+    pages, mesh_sharding = group.layout.pool, cache.mesh_sharding
     assert pages is not None
-    shards = 1 if spread is None else spread.rows
+    shards = 1 if mesh_sharding is None else mesh_sharding.rows
     return PageAllocator.create(pages, cache.batch, group.layout.columns, shards)
 
 
@@ -247,17 +247,19 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
             copied = copy_pages(flat, orders, placement, *pages)
             return jax.tree.map(lambda x, like: x.reshape(like.shape), copied, body)
 
-        body, spread, pages = (
+        body, mesh_sharding, pages = (
             (layer_cache.keys, layer_cache.values),
-            placement.spread,
+            placement.mesh_sharding,
             by_group[group],
         )
-        if spread is None:
+        if mesh_sharding is None:
             keys, values = copy(body, *pages)
         else:
             specs = layer_cache.partition_specs()
-            body_specs, rows = (specs.keys, specs.values), spread.row_spec()
-            keys, values = spread.run(copy, (body_specs, rows, rows), body_specs, body, *pages)
+            body_specs, rows = (specs.keys, specs.values), mesh_sharding.row_spec()
+            keys, values = mesh_sharding.run(
+                copy, (body_specs, rows, rows), body_specs, body, *pages
+            )
         return replace(layer_cache, keys=keys, values=values)
 
     return tuple(map(one, cache.layers))
@@ -265,8 +267,8 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
 
 def _on_each_shard(cache: KVCache, function: Callable[..., Any], *args: Any) -> Any:
     """``function`` of pools and arrays [batch, ...]; on a mesh, of each device's own."""
-    spread = cache.spread
-    if spread is None:
+    mesh_sharding = cache.mesh_sharding
+    if mesh_sharding is None:
         return function(*args)
-    rows = spread.row_spec()
-    return spread.run(function, rows, rows, *args)
+    rows = mesh_sharding.row_spec()
+    return mesh_sharding.run(function, rows, rows, *args)

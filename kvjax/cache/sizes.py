@@ -26,16 +26,23 @@ def array_shardings(cache: KVCache, device: Any = None) -> Any:
       ValueError: if bodies are in host memory, and ``device`` is a target device whose compiler
         does not support that.
     """
-    spread = cache.spread
+    mesh_sharding = cache.mesh_sharding
     if device is not None and any(x.policy.placement.needs_tail for x in cache.layers):
         check_host_memory(device)
-    near = SingleDeviceSharding(device) if spread is None else spread.sharding(spread.row_spec())
+    near = (
+        SingleDeviceSharding(device)
+        if mesh_sharding is None
+        else mesh_sharding.sharding(mesh_sharding.row_spec())
+    )
 
     def of_layer(layer: LayerCache) -> LayerCache:
         kind = layer.policy.placement.memory_kind
-        if spread is not None:
-            specs, far = layer.partition_specs(), functools.partial(spread.sharding, kind=kind)
-            shardings = jax.tree.map(spread.sharding, specs)
+        if mesh_sharding is not None:
+            specs, far = (
+                layer.partition_specs(),
+                functools.partial(mesh_sharding.sharding, kind=kind),
+            )
+            shardings = jax.tree.map(mesh_sharding.sharding, specs)
             body = jax.tree.map(far, (specs.keys, specs.values))
         else:
             sharding = near if kind is None else SingleDeviceSharding(device, memory_kind=kind)
@@ -59,13 +66,13 @@ def abstract_arguments(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(one, tree, shardings)
 
 
-def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]:
+def nbytes(cache: KVCache, mesh_sharding: MeshSharding | None = None) -> dict[str, int]:
     """Bytes of all layers' keys and values, by place: ``"device"`` and ``"host"``.
 
     Args:
       cache: a cache on one device or on a mesh.
-      spread: a mesh sharding. If given, only the shard of one device is counted. Pass
-        ``cache.spread`` for the cache's own mesh. By default, all bytes are counted.
+      mesh_sharding: a mesh sharding. If given, only the shard of one device is counted. Pass
+        ``cache.mesh_sharding`` for the cache's own mesh. By default, all bytes are counted.
 
     Raises:
       ValueError: if ``cache`` is not a cache.
@@ -73,8 +80,8 @@ def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]
     check_cache("kvjax.nbytes", cache)
     totals: dict[str, int] = {}
     for layer in cache.layers:
-        if spread is not None:
-            layer = shard_of(layer, spread)
+        if mesh_sharding is not None:
+            layer = shard_of(layer, mesh_sharding)
         body, rest = (layer.keys, layer.values), (layer.tail, layer.strip, layer.fetched)
         for place, arrays in ((layer.policy.placement.place, body), ("device", rest)):
             if jax.tree.leaves(arrays):
@@ -82,20 +89,22 @@ def nbytes(cache: KVCache, spread: MeshSharding | None = None) -> dict[str, int]
     return totals
 
 
-def shard_of(layer: LayerCache, spread: MeshSharding) -> LayerCache:
+def shard_of(layer: LayerCache, mesh_sharding: MeshSharding) -> LayerCache:
     """One device's shard of an empty layer like this one, as shapes."""
-    policy = replace(layer.policy, placement=layer.policy.placement.on_mesh(spread))
+    policy = replace(layer.policy, placement=layer.policy.placement.on_mesh(mesh_sharding))
     whole = layer_shapes(policy, layer.batch, layer.kv_heads, layer.head_dim, layer.stack)
 
     def shard(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(spread.sharding(spec).shard_shape(x.shape), x.dtype)
+        return jax.ShapeDtypeStruct(mesh_sharding.sharding(spec).shard_shape(x.shape), x.dtype)
 
     return jax.tree.map(shard, whole, whole.partition_specs())
 
 
-def shards_of(cache: KVCache, spread: MeshSharding | None) -> list[LayerCache]:
+def shards_of(cache: KVCache, mesh_sharding: MeshSharding | None) -> list[LayerCache]:
     """The layers of a cache, or one device's shard of each, as shapes."""
-    return [layer if spread is None else shard_of(layer, spread) for layer in cache.layers]
+    return [
+        layer if mesh_sharding is None else shard_of(layer, mesh_sharding) for layer in cache.layers
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -107,8 +116,8 @@ def layer_sizes(
 
     def body_and_tail(placement: Device) -> tuple[int, int]:
         layer = layer_shapes(policy.with_placement(placement), batch, kv_heads, head_dim)
-        spread = policy.placement.spread
-        layer = layer if spread is None else shard_of(layer, spread)
+        mesh_sharding = policy.placement.mesh_sharding
+        layer = layer if mesh_sharding is None else shard_of(layer, mesh_sharding)
         return tree_bytes((layer.keys, layer.values)), tree_bytes(layer.tail)
 
     body, tail = body_and_tail(host)

@@ -94,9 +94,9 @@ class KVCache:
         return f"the model has only {self.positions} positions"
 
     @property
-    def spread(self) -> MeshSharding | None:
+    def mesh_sharding(self) -> MeshSharding | None:
         """The sharding over a mesh; None if the cache is on one device."""
-        return self.layers[0].policy.placement.spread
+        return self.layers[0].policy.placement.mesh_sharding
 
     @property
     def chunk(self) -> int | None:
@@ -233,7 +233,7 @@ def with_rows(cache: KVCache, **changes: Any) -> KVCache:
     """Replace fields of a cache. On a mesh, arrays [batch, ...] are put on the devices of their
     rows."""
     changed = replace(cache, **changes)
-    if changed.spread is None:
+    if changed.mesh_sharding is None:
         return changed
     rows = {
         name: getattr(changed, name) for name in ("length", "written", "status", "pending", "pools")

@@ -110,10 +110,10 @@ def _store_with_tail(
             )
         shape = (tokens.keys.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(tokens.keys), raw[1].decode(tokens.values)
-        spread = policy.placement.spread
+        mesh_sharding = policy.placement.mesh_sharding
         return (
-            _encode(policy.keys, numbers[0].reshape(shape), spread),
-            _encode(policy.values, numbers[1].reshape(shape), spread),
+            _encode(policy.keys, numbers[0].reshape(shape), mesh_sharding),
+            _encode(policy.values, numbers[1].reshape(shape), mesh_sharding),
         )
 
     runs, placement = split.body.runs(start, leaving), policy.placement
@@ -189,14 +189,14 @@ def _store_row_by_row(
     return kind.unflatten(far), kind.unflatten(near) if near else None
 
 
-def _encode(codec: Codec, numbers: Array, spread: MeshSharding | None) -> Store:
+def _encode(codec: Codec, numbers: Array, mesh_sharding: MeshSharding | None) -> Store:
     """Encode blocks. If heads on several devices share a scale, all heads are gathered, and those
     of this device are returned."""
-    if spread is None or spread.heads == 1 or not codec.joins_heads:
+    if mesh_sharding is None or mesh_sharding.heads == 1 or not codec.joins_heads:
         return codec.encode(numbers)
     heads = numbers.shape[1]
     all_heads = codec.encode(lax.all_gather(numbers, TENSOR, axis=1, tiled=True))
-    first = heads * spread.index(TENSOR)
+    first = heads * mesh_sharding.index(TENSOR)
     return jax.tree.map(
         lambda x: x if x.shape[1] == 1 else lax.dynamic_slice_in_dim(x, first, heads, 1), all_heads
     )

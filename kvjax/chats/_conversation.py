@@ -164,7 +164,7 @@ class Conversation:
         if self.capacity is not None:
             new = min(new, new_tokens_for(self.capacity, len(prompt.ids)))
         cached = self.cached or new_cache(self.lm, self.policy, self.length)
-        cached, reread = cached.rewound_to(prompt.ids)
+        cached, recomputed = cached.rewound_to(prompt.ids)
         request = self.request(
             prompt.ids[len(cached.tokens) :],
             cached.cache,
@@ -176,10 +176,10 @@ class Conversation:
             capacity = capacity_bucket(request.positions)
         request = replace(request, cache_tokens=[list(cached.tokens)], capacity=capacity)
         stream = Stream(self.lm, request, streamed=True)
-        reread += common_length(self.lost, prompt.ids)
+        recomputed += common_length(self.lost, prompt.ids)
         self.turns = [*turns, Turn(user, attempt=attempt, first=prompt.first)]
         self.tokenized, self.prompt, self.cached, self.lost = tokenized, prompt, None, ()
-        on_end = functools.partial(self._end, prompt, len(cached.tokens), reread)
+        on_end = functools.partial(self._end, prompt, len(cached.tokens), recomputed)
         self.answer = Answer(stream, on_end, self.lock)
         return self.answer
 
@@ -207,7 +207,7 @@ class Conversation:
         self,
         prompt: ChatPrompt,
         cached_tokens: int,
-        reread: int,
+        recomputed: int,
         answer: Answer,
         result: GenerationResult | None,
     ) -> GenerationResult | None:
@@ -232,10 +232,10 @@ class Conversation:
             for name in ("prefill_seconds", "decode_seconds", "compile_seconds"):
                 self.counts[name] += getattr(stats, name)
         self.counts += Counter(
-            prefilled=fed - cached_tokens,
-            known=cached_tokens,
-            reread=min(reread, fed),
-            generated=len(tokens),
+            prefill_tokens=fed - cached_tokens,
+            cached_tokens=cached_tokens,
+            recomputed_tokens=min(recomputed, fed),
+            new_tokens=len(tokens),
         )
         self.turns[-1] = replace(self.turns[-1], answer=text, tokens=tuple(tokens), reason=reason)
         # The template writes the end token of an answer itself.

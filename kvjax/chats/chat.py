@@ -23,34 +23,34 @@ from kvjax.policies.presets import PolicyChoice, policy
 class ChatStats:
     """Statistics of a chat since its first turn, including those before it was saved.
 
-    ``turns``: their number; ``dropped``: the oldest ones that the model no longer sees.
-    ``prefilled``: prompt tokens that were computed; ``known``: prompt tokens that the cache already
-    had; ``reread``: the part of the ``prefilled`` tokens that had been in the cache before, but was
-    lost because the cache could not be rewound; ``generated``: new tokens. ``prefill_seconds``,
-    ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
-    ``held``: tokens in the cache; ``room``: how many more tokens the chat can hold, None for no
-    limit; ``cache_bytes``: bytes of the cache by memory.
+    ``turns``: their number; ``dropped_turns``: the oldest ones that the model no longer sees.
+    ``prefill_tokens``: prompt tokens that were computed; ``cached_tokens``: prompt tokens that the
+    cache already had; ``recomputed_tokens``: the part of ``prefill_tokens`` that had been in the
+    cache before, but was lost because the cache could not be rewound; ``new_tokens``: generated
+    tokens. ``prefill_seconds``, ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
+    ``cache_length``: tokens in the cache; ``remaining_tokens``: how many more tokens the chat can
+    hold, None for no limit; ``cache_bytes``: bytes of the cache by memory.
     """
 
     turns: int
-    dropped: int
-    prefilled: int
-    known: int
-    reread: int
-    generated: int
+    dropped_turns: int
+    prefill_tokens: int
+    cached_tokens: int
+    recomputed_tokens: int
+    new_tokens: int
     prefill_seconds: float
     decode_seconds: float
     compile_seconds: float
-    held: int
-    room: int | None
+    cache_length: int
+    remaining_tokens: int | None
     cache_bytes: dict[str, int]
 
 
 _COUNTED = (
-    "prefilled",
-    "known",
-    "reread",
-    "generated",
+    "prefill_tokens",
+    "cached_tokens",
+    "recomputed_tokens",
+    "new_tokens",
     "prefill_seconds",
     "decode_seconds",
     "compile_seconds",
@@ -64,7 +64,7 @@ class Chat:
     holds. The cache is rewound to their longest common prefix, and only the rest is prefilled.
     Answers keep the tokens that were sampled. Rings, quantized caches and caches on the host can
     only be rewound over their newest tokens; beyond that the conversation is prefilled from its
-    start, and ``stats.reread`` counts these tokens.
+    start, and ``stats.recomputed_tokens`` counts these tokens.
 
     ``settings``: the settings of each answer, by name. They may be changed between turns.
     """
@@ -254,15 +254,15 @@ class Chat:
         """Statistics. An unfinished answer is counted at its end."""
         conversation = self._conversation
         turns, cached = conversation.turns, conversation.cached
-        room = None
+        remaining = None
         if conversation.capacity is not None:
-            room = max(conversation.capacity - conversation.num_tokens, 0)
+            remaining = max(conversation.capacity - conversation.num_tokens, 0)
         return ChatStats(
             turns=len(turns),
-            dropped=turns[-1].first if turns else 0,
+            dropped_turns=turns[-1].first if turns else 0,
             **{name: conversation.counts[name] for name in _COUNTED},
-            held=len(cached.tokens) if cached else 0,
-            room=room,
+            cache_length=len(cached.tokens) if cached else 0,
+            remaining_tokens=remaining,
             cache_bytes=dict(nbytes(cached.cache)) if cached else {},
         )
 

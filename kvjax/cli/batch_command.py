@@ -308,9 +308,9 @@ def _report(counts: BatchCounts, stats: EngineStats, seconds: float) -> dict[str
     """The statistics of a run, as ``--json`` prints them."""
     return {
         "done": counts.done,
-        "bad": counts.failed,
-        "there": counts.skipped,
-        "bad_there": counts.skipped_errors,
+        "failed": counts.failed,
+        "already_done": counts.skipped,
+        "failed_before": counts.skipped_errors,
         "prompt_tokens": counts.prompt_tokens,
         "new_tokens": counts.new_tokens,
         "cached_tokens": stats.cached_tokens,
@@ -325,11 +325,11 @@ def _report(counts: BatchCounts, stats: EngineStats, seconds: float) -> dict[str
 def _summary(report: dict[str, Any], out: Path) -> str:
     """The last line of a run."""
     parts = [f"{_lines(report['done'])} done"]
-    if report["there"]:
-        errors = report["bad_there"]
+    if report["already_done"]:
+        errors = report["failed_before"]
         hint = f", {errors:,} of them with errors: --retry-errors" if errors else ""
-        parts.append(f"{report['there']:,} skipped{hint}")
-    parts.append(f"{report['bad']:,} failed" + (f", see {out}" if report["bad"] else ""))
+        parts.append(f"{report['already_done']:,} skipped{hint}")
+    parts.append(f"{report['failed']:,} failed" + (f", see {out}" if report["failed"] else ""))
     parts.append(
         f"{report['prompt_tokens']:,} prompt ({report['cached_tokens']:,} cached) + "
         f"{report['new_tokens']:,} new tokens"

@@ -207,7 +207,9 @@ def format_stats(stats: ChatStats) -> str:
     """The statistics of a chat, one per line."""
     fields = asdict(stats)
     report = {name: round(x, 2) if isinstance(x, float) else x for name, x in fields.items()}
-    report["room"] = "no limit" if stats.room is None else stats.room
+    report["remaining_tokens"] = (
+        "no limit" if stats.remaining_tokens is None else stats.remaining_tokens
+    )
     report["cache_bytes"] = bytes_by_place(stats.cache_bytes) or "none"
     return format_table(report)
 

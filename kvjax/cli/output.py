@@ -122,8 +122,8 @@ def texts_with_headings(result: GenerationResult) -> str:
 
 def score_as_json(score: TokenScore) -> dict[str, object]:
     """A token's log-probabilities as a JSON object."""
-    likeliest = [[token, _finite(logprob)] for token, logprob in score.likeliest]
-    return {"logprob": _finite(score.logprob), "likeliest": likeliest}
+    likeliest = [[token, _finite(logprob)] for token, logprob in score.top_logprobs]
+    return {"logprob": _finite(score.logprob), "top_logprobs": likeliest}
 
 
 def _finite(number: float) -> float | None:

@@ -107,7 +107,7 @@ class BeamSearchState:
     def add_candidates(self, scores: Scores, at: int, beam: int) -> bool:
         """Add a beam's likeliest next tokens, entry ``at`` of ``Scores`` on the host; take a step
         once all active beams have theirs. Returns whether the search has ended."""
-        ids, likeliest = np.asarray(scores.ids[at, 0]), np.asarray(scores.likeliest[at, 0])
+        ids, likeliest = np.asarray(scores.top_ids[at, 0]), np.asarray(scores.top_logprobs[at, 0])
         self._candidates[beam] = ids, likeliest
         if len(self._candidates) == len(self.active):
             self._step()
@@ -267,7 +267,7 @@ def branch(
 
 def _without_forbidden(score: TokenScore) -> TokenScore:
     """Drop likeliest tokens that the guide forbids, which fill up the list where it allows few."""
-    return replace(score, likeliest=tuple(x for x in score.likeliest if x[1] > -np.inf))
+    return replace(score, top_logprobs=tuple(x for x in score.top_logprobs if x[1] > -np.inf))
 
 
 @functools.cache

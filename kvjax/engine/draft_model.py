@@ -84,7 +84,7 @@ def propose(
     ends = jnp.where(drafting, history.length + inputs.count - 1, 0)
     lengths = jnp.where(drafting, inputs.lengths, 0)
     context = program_context(cache, lengths, inputs.tables, written=written_at(cache, ends))
-    filters = replace(settings.filters, mesh=cache.spread is not None)
+    filters = replace(settings.filters, mesh=cache.mesh_sharding is not None)
 
     def choose(
         progress: Progress, history: TokenHistory, logits: Logits, limit: PerRow

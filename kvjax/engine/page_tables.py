@@ -154,11 +154,11 @@ class PageTables:
         return taken
 
     def counts(self) -> dict[str, Any]:
-        """The fields ``pages``, ``free`` and ``used`` of ``EngineStats``."""
+        """The fields ``pages``, ``free_pages`` and ``used_pages`` of ``EngineStats``."""
         return {
             "pages": tuple(len(pool.refs) for pool in self._pools),
-            "free": tuple(len(pool.free) for pool in self._pools),
-            "used": tuple(np.unique(table[table >= 0]).size for table in self.tables),
+            "free_pages": tuple(len(pool.free) for pool in self._pools),
+            "used_pages": tuple(np.unique(table[table >= 0]).size for table in self.tables),
         }
 
     def _span(self, number: int, tokens: int) -> tuple[int, int]:

@@ -393,7 +393,7 @@ def choose_next(
 ) -> tuple[Progress, TokenHistory, Scores]:
     """Choose the next token of rows that are not done, and its scores if any row requests them."""
     settings, cache = params.sampling, context.cache
-    filters = replace(settings.filters, mesh=cache is not None and cache.spread is not None)
+    filters = replace(settings.filters, mesh=cache is not None and cache.mesh_sharding is not None)
     logits = gather_vocab(logits, context)
     after, new_history = choose_tokens(
         progress, history, logits, filters, settings, params.limit, forced=forced, allowed=allowed
@@ -418,8 +418,8 @@ def choose_next(
             among=jnp.where(params.search[:, None], allowed, ALL_ALLOWED),
         )
         missing = ((0, 0), (0, MAX_LOGPROBS - most))
-        likeliest = jnp.pad(scores.likeliest, missing, constant_values=-jnp.inf)
-        return replace(scores, ids=jnp.pad(scores.ids, missing), likeliest=likeliest)
+        likeliest = jnp.pad(scores.top_logprobs, missing, constant_values=-jnp.inf)
+        return replace(scores, top_ids=jnp.pad(scores.top_ids, missing), top_logprobs=likeliest)
 
     def no_scores(logits: Logits) -> Scores:
         return Scores.zeros((batch,), MAX_LOGPROBS)

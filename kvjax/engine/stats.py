@@ -53,8 +53,8 @@ class EngineStats(Counters):
       running: requests that have a row.
       waiting: requests without a row.
       pages: pages of each pool.
-      free: free pages of each pool.
-      used: pages of each pool that running requests use.
+      free_pages: free pages of each pool.
+      used_pages: pages of each pool that running requests use.
       swapped_bytes: host memory of preempted requests.
       weight_bytes: bytes of the parameters, which are the model's own arrays.
       pool_bytes: bytes of all pages, used or free.
@@ -68,8 +68,8 @@ class EngineStats(Counters):
     running: int = 0
     waiting: int = 0
     pages: tuple[int, ...] = ()
-    free: tuple[int, ...] = ()
-    used: tuple[int, ...] = ()
+    free_pages: tuple[int, ...] = ()
+    used_pages: tuple[int, ...] = ()
     swapped_bytes: int = 0
     weight_bytes: int = 0
     pool_bytes: int = 0
@@ -77,13 +77,13 @@ class EngineStats(Counters):
     draft_bytes: int = 0
 
     @property
-    def cached(self) -> tuple[int, ...]:
+    def cached_pages(self) -> tuple[int, ...]:
         """Pages of each pool that only the prefix cache uses."""
-        pools = zip(self.pages, self.free, self.used, strict=True)
+        pools = zip(self.pages, self.free_pages, self.used_pages, strict=True)
         return tuple(max(pages - free - used, 0) for pages, free, used in pools)
 
     @property
     def usage(self) -> float:
         """The largest share of a pool that running requests use, from 0 to 1."""
-        pools = zip(self.used, self.pages, strict=True)
+        pools = zip(self.used_pages, self.pages, strict=True)
         return max((used / pages for used, pages in pools), default=0.0)

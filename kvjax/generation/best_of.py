@@ -84,7 +84,7 @@ def _best(result: GenerationResult, request: GenerationRequest, padding: int) ->
         result,
         text=select(result.text),
         tokens=select(result.tokens),
-        unfed=select(result.unfed),
+        pending_tokens=select(result.pending_tokens),
         cache=cache,
         logprobs=None if request.logprobs is None else select(result.logprobs),
         sequence_scores=select(means),

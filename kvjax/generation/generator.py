@@ -48,8 +48,8 @@ def generate(
       max_new_tokens: the most new tokens per row.
       cache: a policy, its name, a list with one policy per layer, or the ``KVCache`` of an earlier
         result. Prompts are appended to a given cache. It lacks the last new tokens of each row,
-        ``result.unfed``, so prompts should begin with these. A given cache is donated; to use it
-        again, pass a ``kvjax.fork`` of it.
+        ``result.pending_tokens``, so prompts should begin with these. A given cache is donated; to
+        use it again, pass a ``kvjax.fork`` of it.
       max_len: tokens per row that the cache can hold. The default is the number that the request
         needs, rounded up to 2**k or 3 * 2**k so that similar lengths share compiled programs. It is
         not rounded if that would change the frequencies of length-dependent rotary embeddings
@@ -140,7 +140,7 @@ def stream(
       stop string, are withheld, so the pieces of a row, joined, are exactly its text and tokens.
       After the last piece, ``.result`` is what ``generate`` would have returned. Arguments are
       checked at once. ``NonFiniteError``, and errors of a ``prefix_cache``, are raised by the
-      iteration: the prefix tree lends its pages when the first piece is requested.
+      iteration: the prefix tree leases its pages when the first piece is requested.
     """
     return start_generation(*_prepare(lm, prompts, settings), streamed=True)
 

@@ -85,7 +85,7 @@ def choose_and_score(
 def gather_vocab(logits: Logits, context: Context) -> Logits:
     """On a mesh, replicate the vocabulary axis of logits; rows stay sharded. Sampling reads logits
     many times, and programs should not depend on how the model sharded them."""
-    mesh = None if context.cache is None else context.cache.spread
+    mesh = None if context.cache is None else context.cache.mesh_sharding
     if mesh is None:
         return logits
     return lax.with_sharding_constraint(logits, mesh.sharding(mesh.row_spec()))

@@ -57,7 +57,7 @@ class GenerationRequest:
     Attributes:
       prompts: token ids of each prompt; empty rows at the end fill up a mesh.
       rows: rows of the result: prompts times ``samples``, without the rows that fill up a mesh.
-      spread: how the devices of a mesh divide the rows; None for one device.
+      mesh_sharding: how the devices of a mesh divide the rows; None for one device.
       cache_lengths: int64[batch], tokens that the given cache holds in each row.
       positions: the most positions that a row needs, prompt and new tokens together.
       capacity: tokens per row that the cache, or the uncached sequence, is first allocated for.
@@ -83,7 +83,7 @@ class GenerationRequest:
 
     prompts: list[list[int]]
     rows: int
-    spread: MeshSharding | None
+    mesh_sharding: MeshSharding | None
     cache_lengths: np.ndarray
     positions: int
     capacity: int
@@ -168,11 +168,11 @@ def prepare_request(
     draft = resolve_draft(lm, options.draft)
     if draft is not None and not options.use_cache:
         raise ValueError("a draft needs a cache: leave out draft= or use_cache=False")
-    spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
+    mesh_sharding = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
     cache_lengths: list[int] = []
     if cache is not None:
         cache = validated("kvjax.generate", cache, outside=True)
-        if cache.spread != spread:
+        if cache.mesh_sharding != mesh_sharding:
             raise ValueError(
                 "the cache is not spread over the model's devices: "
                 "kvjax.migrate(cache, mesh=lm.mesh) moves it there"
@@ -187,7 +187,7 @@ def prepare_request(
     samples, search = resolve_search(options)
     random = search is None or search.beams is None
     seeds = parse_seeds(options.seed if random else 0, count * samples)
-    empty = 0 if spread is None else -count % spread.rows
+    empty = 0 if mesh_sharding is None else -count % mesh_sharding.rows
     rows, seeds = [*rows, *[[]] * empty], [*seeds, *[0] * empty * samples]
     if cache is not None:
         # After the rows of the prompts, the cache may have empty rows that fill up a mesh.
@@ -243,7 +243,7 @@ def prepare_request(
     return GenerationRequest(
         prompts=rows,
         rows=count * samples,
-        spread=spread,
+        mesh_sharding=mesh_sharding,
         cache_lengths=start,
         positions=positions,
         capacity=capacity,
@@ -256,7 +256,7 @@ def prepare_request(
         eos_token_ids=frozenset(eos),
         stop=parse_stop(lm, options.stop),
         max_new_tokens=new_tokens,
-        filters=replace(filters, mesh=spread is not None),
+        filters=replace(filters, mesh=mesh_sharding is not None),
         sampling=sampling,
         samples=samples,
         prefix_cache=prefix_cache,
@@ -308,7 +308,7 @@ def prompt_chunks(request: GenerationRequest, cached: np.ndarray | int = 0) -> l
         for row, ids in enumerate(prompts):
             tokens[row, : real[row]] = ids[start : start + size]
         ends = (lengths > start) & (lengths <= start + size)
-        on_device: Any = Device(spread=request.spread).put(tokens)
+        on_device: Any = Device(mesh_sharding=request.mesh_sharding).put(tokens)
         filled = request.cache_lengths + cached + np.minimum(lengths, start + size)
         chunks.append(PromptChunk(on_device, real, ends, int(filled.max())))
     return chunks

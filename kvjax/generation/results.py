@@ -93,13 +93,14 @@ class GenerationResult:
       tokens: the new tokens of each row, including the end-of-text token.
       stats: times, sizes, and why each row ended.
       cache: the cache to continue from. It contains the prompts and the new tokens, except those
-        in ``unfed``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string was
-        longer than the slack of a ring, its row could not be rewound. Then ``kvjax.check`` raises
-        an error; use ``kvjax.select`` to keep the other rows.
-      unfed: the tokens of each row that the cache does not contain: the newest one, or none after
-        a stop string. To continue, put them at the beginning of the next prompt. After a beam
-        search there can be several, because the cache of a row contains only what the row shares
-        with a beam that ran to the end. None if a ring or a tail could not be rewound that far.
+        in ``pending_tokens``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string
+        was longer than the slack of a ring, its row could not be rewound. Then ``kvjax.check``
+        raises an error; use ``kvjax.select`` to keep the other rows.
+      pending_tokens: the tokens of each row that the cache does not contain: the newest one, or
+        none after a stop string. To continue, put them at the beginning of the next prompt. After a
+        beam search there can be several, because the cache of a row contains only what the row
+        shares with a beam that ran to the end. None if a ring or a tail could not be rewound that
+        far.
       logprobs: the scores of each row's ``tokens``; None without ``logprobs=``.
       lengths: int32[rows], the number of real tokens, with ``padded=True``, else None. Then
         ``tokens`` is int32[rows, max_new_tokens], and ``logprobs`` is ``Scores`` of the same
@@ -117,7 +118,7 @@ class GenerationResult:
     tokens: list[list[int]]
     stats: GenerationStats
     cache: KVCache
-    unfed: list[list[int]]
+    pending_tokens: list[list[int]]
     logprobs: Any = None  # list[list[TokenScore]] | Scores | None
     lengths: Any = None
     guides: Any = None  # tuple[Guide | None, ...] | None
@@ -143,9 +144,9 @@ def pad_result(
         own, ids, likeliest = np.zeros((2, *shape)), *np.zeros((2, *shape, most))
         for row, row_scores in enumerate(result.logprobs):
             for at, score in enumerate(row_scores):
-                own[:, row, at] = score.logprob, score.drawn
+                own[:, row, at] = score.logprob, score.sampling_logprob
                 if most:
-                    ids[row, at], likeliest[row, at] = zip(*score.likeliest, strict=True)
+                    ids[row, at], likeliest[row, at] = zip(*score.top_logprobs, strict=True)
         chosen, drawn, likeliest = (x.astype(np.float32) for x in (*own, likeliest))
         arrays: Any = chosen, drawn, ids.astype(np.int32), likeliest
         scores = Scores(*arrays)

@@ -40,14 +40,14 @@ class Scored:
       tokens: int32[rows, new], right-padded.
       lengths: int32[rows], the number of real tokens.
       logprobs: float32[rows, new], log-probabilities under the model's distribution; 0 for padding.
-      drawn: float32[rows, new], log-probabilities under the distribution that tokens would be drawn
-        from with the given temperature and filters; 0 for padding.
+      sampling_logprobs: float32[rows, new], log-probabilities under the distribution that tokens
+        would be drawn from with the given temperature and filters; 0 for padding.
     """
 
     tokens: Array
     lengths: Array
     logprobs: Array
-    drawn: Array
+    sampling_logprobs: Array
 
     @property
     def totals(self) -> Array:
@@ -80,7 +80,8 @@ def score(
       lm, prompts: as for ``generate``.
       continuations: for each prompt a text or a list of token ids, or a list of several of these.
       cache: a policy, or its name.
-      temperature, top_k, top_p, min_p, typical_p: of the distribution for ``Scored.drawn``.
+      temperature, top_k, top_p, min_p, typical_p: of the distribution for
+        ``Scored.sampling_logprobs``.
       prefill_chunk: the most tokens of prompts and continuations that are processed together.
 
     Returns:

@@ -107,12 +107,12 @@ class Session:
     def put(self, tree: PyTree) -> PyTree:
         """Put scalars and arrays of rows where the context is, with the same commitment to devices.
         Otherwise every combination would compile a program of its own."""
-        spread = self._request.spread
-        if spread is None:
+        mesh_sharding = self._request.mesh_sharding
+        if mesh_sharding is None:
             context = self.context
             rows = context.length if isinstance(context, Uncached) else context.cache.length
             return put_like_rows(tree, rows)
-        return spread.put(tree, lambda shape: spread.batch_spec(shape, self._rows))
+        return mesh_sharding.put(tree, lambda shape: mesh_sharding.batch_spec(shape, self._rows))
 
     def prefill(self, chunk: PromptChunk) -> None:
         """Process a chunk of the prompts."""
@@ -256,7 +256,7 @@ class Session:
             )
         elif request.prefix_cache is not None:
             tree, name = request.prefix_cache.tree, request.prefix_cache.name
-            lease = self._lease = tree.lend(
+            lease = self._lease = tree.lease(
                 self._lm,
                 request.prompts,
                 new=request.max_new_tokens,
@@ -285,7 +285,7 @@ class Session:
             self._set_cache(cache, [])
         else:
             empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
-            tokens, length = Device(spread=request.spread).put(empty)
+            tokens, length = Device(mesh_sharding=request.mesh_sharding).put(empty)
             return Uncached(tokens, length, request.rotary_len)
         return self.context
 

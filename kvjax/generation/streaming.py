@@ -158,8 +158,8 @@ class Stream(PieceIterator):
         Continue to iterate: the result is available after the last piece. That piece has text only
         if the cache could not be rewound past the running dispatches (a ring or a tail, and many
         steps). If prompts are still being prefilled, their remaining chunks are skipped, and
-        ``result.unfed`` has the skipped tokens. Other threads and signal handlers may call this. If
-        several processes run together, all must call it after the same piece.
+        ``result.pending_tokens`` has the skipped tokens. Other threads and signal handlers may call
+        this. If several processes run together, all must call it after the same piece.
         """
         self._stopping = True
 
@@ -207,11 +207,11 @@ class Stream(PieceIterator):
             report_progress("generating", int(self._counts.max()), limit)
             self._size.update(self._decode_timer.seconds - before)
         with self._decode_timer.running():
-            unfed = self._rewind_to_text()
-        self._result = self._make_result(unfed)
+            pending_tokens = self._rewind_to_text()
+        self._result = self._make_result(pending_tokens)
         yield self._piece()
 
-    def _make_result(self, unfed: list[list[int]]) -> GenerationResult:
+    def _make_result(self, pending_tokens: list[list[int]]) -> GenerationResult:
         """Close the session, and return the result."""
         request = self._request
         rows = self._rows[: request.rows]
@@ -224,7 +224,7 @@ class Stream(PieceIterator):
             [row.tokens for row in rows],
             self._stats(),
             cache,
-            unfed[: len(rows)],
+            pending_tokens[: len(rows)],
             self._logprobs([slice(len(row.tokens)) for row in rows]),
             guides=None if request.guides is None else request.guides[: len(rows)],
         )
@@ -291,18 +291,18 @@ class Stream(PieceIterator):
         """Remove tokens after stop strings from the cache. Returns the tokens of each row that the
         cache does not contain."""
         kept = np.array([len(row.tokens) for row in self._rows], np.int32)
-        unfed = [
+        pending_tokens = [
             row.tokens[-1:] if complete else []
             for row, complete in zip(self._rows, kept == self._counts, strict=True)
         ]
         if not self._counts.any():  # stopped before the prompts were prefilled
             prompts = zip(self._request.prompts, self._session.prefilled, strict=True)
-            unfed = [prompt[length:] for prompt, length in prompts]
+            pending_tokens = [prompt[length:] for prompt, length in prompts]
         self._session.check()
         surplus = np.maximum(self._counts - 1 - kept, 0)
         if surplus.any():
             self._session.rewind(surplus)
-        return unfed
+        return pending_tokens
 
     def _piece(self) -> Piece:
         rows = self._rows[: self._request.rows]

@@ -161,19 +161,22 @@ def plan_on(
                 analysis: Any = longer.memory_analysis()
                 size = analysis.generated_code_size_in_bytes
                 code += 2 * others * max(size - memory[0].generated_code_size_in_bytes, 0)
-    spec, spread, params = spec_of(device), cache.spread, model.abstract_params()
+    spec, mesh_sharding, params = spec_of(device), cache.mesh_sharding, model.abstract_params()
     rows = batch
-    if mesh is not None and spread is not None:
-        params, rows = _shard_shapes(params, model.param_shardings(mesh)), batch // spread.rows
+    if mesh is not None and mesh_sharding is not None:
+        params, rows = (
+            _shard_shapes(params, model.param_shardings(mesh)),
+            batch // mesh_sharding.rows,
+        )
     length = min(max_len, cache.reach)
-    shards = zip(cache.layers, shards_of(cache, spread), strict=True)
+    shards = zip(cache.layers, shards_of(cache, mesh_sharding), strict=True)
     row_bytes = sum(visible_tokens(layer, length, shard)[1] for layer, shard in shards)
     return DevicePlan(
         device.device_kind or device.platform,
         None if spec is None else spec.memory,
         None if spec is None else spec.bandwidth,
         weight_bytes(model, mesh),
-        nbytes(cache, spread),
+        nbytes(cache, mesh_sharding),
         max(int(m.temp_size_in_bytes) for m in memory),
         code,
         moved,

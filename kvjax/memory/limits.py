@@ -163,8 +163,10 @@ def available_memory(
 ) -> int:
     """Bytes of the device, or of each device of a mesh, minus weights and temporaries."""
     memory = device_memory() if memory is None else memory
-    spread = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
-    temporaries = estimated_temporaries(lm.config, batch, min(PREFILL_CHUNK, capacity), spread)
+    mesh_sharding = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
+    temporaries = estimated_temporaries(
+        lm.config, batch, min(PREFILL_CHUNK, capacity), mesh_sharding
+    )
     weights = sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(lm.params)

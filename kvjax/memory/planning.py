@@ -118,14 +118,14 @@ def plan(
         if not hasattr(model.config, name):
             raise ValueError(f"the model's config has no {name}, which plans need")
     cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
-    spread = None if mesh is None else shard_over(mesh, common_heads(model.config))
-    if spread is not None:
-        spread.check_rows(batch)
-    temporaries = estimated_temporaries(model.config, batch, chunk, spread)
-    temporaries, source = temporaries + prefetch_bytes(cache, spread), "estimated"
+    mesh_sharding = None if mesh is None else shard_over(mesh, common_heads(model.config))
+    if mesh_sharding is not None:
+        mesh_sharding.check_rows(batch)
+    temporaries = estimated_temporaries(model.config, batch, chunk, mesh_sharding)
+    temporaries, source = temporaries + prefetch_bytes(cache, mesh_sharding), "estimated"
     # JAX compiles programs with arrays in host memory only for real arrays.
     on_device = not any(layer.policy.placement.needs_tail for layer in cache.layers)
-    if spread is None and compiled and on_device and model.apply is not None:
+    if mesh_sharding is None and compiled and on_device and model.apply is not None:
         stacked = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
         leaves, structure = jax.tree.flatten(stacked)
         sizes = [_compiled_temporaries(model, structure, tuple(leaves), n) for n in {1, chunk}]
@@ -135,7 +135,7 @@ def plan(
             source = f"compiled for {jax.default_backend()}, JAX {jax.__version__}"
     params, weights = model.abstract_params(), weight_bytes(model, mesh)
     share = weights / weight_bytes(model)  # the fraction of the weights on a device
-    shards = zip(cache.layers, shards_of(cache, spread), strict=True)
+    shards = zip(cache.layers, shards_of(cache, mesh_sharding), strict=True)
     visible = [visible_tokens(layer, length, shard) for layer, shard in shards]
     matrices = 2 * share * matmul_parameters(params)
     head_dims = [head_dim for _, head_dim in layer_heads(model.config)]
@@ -150,10 +150,12 @@ def plan(
     )
     rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
     token = bytes_per_token(model.config, choice)
-    if spread is not None:
-        rows, devices = cache.batch // spread.rows, spread.devices
-        parts = spread.parts * spread.heads
-        shares = parts * (spread.copies if spread.divides(model.config.num_attention_heads) else 1)
+    if mesh_sharding is not None:
+        rows, devices = cache.batch // mesh_sharding.rows, mesh_sharding.devices
+        parts = mesh_sharding.parts * mesh_sharding.heads
+        shares = parts * (
+            mesh_sharding.copies if mesh_sharding.divides(model.config.num_attention_heads) else 1
+        )
         token = {place: size / parts for place, size in token.items()}
     return Plan(
         cache.batch,
@@ -161,7 +163,7 @@ def plan(
         length,
         devices,
         weights,
-        nbytes(cache, spread),
+        nbytes(cache, mesh_sharding),
         token,
         temporaries,
         source,
@@ -174,9 +176,9 @@ def plan(
 
 
 def estimated_temporaries(
-    config: Any, batch: int, new: int, spread: MeshSharding | None = None
+    config: Any, batch: int, new: int, mesh_sharding: MeshSharding | None = None
 ) -> int:
-    """Estimate the bytes of temporaries of a call with ``new`` tokens; with ``spread``, per device.
+    """Estimate the bytes of temporaries of a call with ``new`` tokens; on a mesh, per device.
 
     They are the activations of the widest part of a layer, one block of attention, and the logits
     of the last token.
@@ -186,11 +188,11 @@ def estimated_temporaries(
     head_dim = max(own for _, own in layer_heads(config))
     wide = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     vocabulary = config.vocab_size
-    if spread is not None:
-        batch, tensor = batch // spread.rows, spread.heads * spread.copies
+    if mesh_sharding is not None:
+        batch, tensor = batch // mesh_sharding.rows, mesh_sharding.heads * mesh_sharding.copies
         wide, vocabulary = -(-wide // tensor), -(-vocabulary // tensor)
-        heads //= tensor if spread.divides(heads) else spread.heads
-        kv_heads //= spread.heads
+        heads //= tensor if mesh_sharding.divides(heads) else mesh_sharding.heads
+        kv_heads //= mesh_sharding.heads
     attended = (heads + 2 * kv_heads) * head_dim
     activations = batch * new * (2 * config.hidden_size + max(3 * wide, 2 * attended)) * size
     block = min(COARSE_BLOCK, MAX_KEY_NUMBERS // (batch * kv_heads * head_dim) or 1)

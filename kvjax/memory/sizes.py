@@ -64,7 +64,7 @@ def cache_nbytes(
     return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
 
 
-def prefetch_bytes(cache: KVCache, spread: MeshSharding | None) -> int:
+def prefetch_bytes(cache: KVCache, mesh_sharding: MeshSharding | None) -> int:
     """Most bytes that prefetched host layers take on the device, or on each device of a mesh.
 
     Layers of stacks are not prefetched.
@@ -72,7 +72,7 @@ def prefetch_bytes(cache: KVCache, spread: MeshSharding | None) -> int:
     return ahead_bytes(
         [
             (tree_bytes((layer.keys, layer.values)), layer.policy.placement)
-            for layer in shards_of(cache, spread)
+            for layer in shards_of(cache, mesh_sharding)
             if layer.stack is None
         ]
     )
@@ -127,7 +127,9 @@ def device_bytes(
 ) -> int:
     """Bytes of a cache with prefetched layers, on the device or on each device of a mesh."""
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
-    return nbytes(cache, cache.spread).get("device", 0) + prefetch_bytes(cache, cache.spread)
+    return nbytes(cache, cache.mesh_sharding).get("device", 0) + prefetch_bytes(
+        cache, cache.mesh_sharding
+    )
 
 
 def cache_bytes_read(

@@ -131,7 +131,11 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
     def pad(x: Array, order: Order) -> Array:
         wider = [(0, 0)] * x.ndim
         wider[order.axis] = (0, more * order.stride)
-        if policy.placement.needs_tail and not is_traced(x) and policy.placement.spread is None:
+        if (
+            policy.placement.needs_tail
+            and not is_traced(x)
+            and policy.placement.mesh_sharding is None
+        ):
             # Copy within the host's memory; only one unit at a time is on the device.
             shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
             into = policy.placement.store(np.zeros(shape, x.dtype), order)
@@ -150,8 +154,8 @@ def _pad_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
     if page_group is None:
         return layer
     placement, pages = policy.placement, page_group.layout.pool or 0
-    spread = placement.spread
-    shares = 1 if spread is None else spread.rows
+    mesh_sharding = placement.mesh_sharding
+    shares = 1 if mesh_sharding is None else mesh_sharding.rows
 
     def pad(x: Array) -> Array:
         near = placement.near(x).reshape(shares, -1, *x.shape[1:])

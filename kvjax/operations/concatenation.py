@@ -62,7 +62,7 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
             )
         if _model_shape(cache) != _model_shape(first):
             raise ValueError("the caches are of different models: their layers differ")
-        if cache.spread != first.spread or not _on_same_devices(cache, first):
+        if cache.mesh_sharding != first.mesh_sharding or not _on_same_devices(cache, first):
             raise ValueError(
                 "the caches are on different devices: use kvjax.migrate(cache, mesh=...), where "
                 "mesh=None is the default device"
@@ -87,7 +87,7 @@ def _concatenate_unpaged(caches: Sequence[KVCache]) -> KVCache:
 def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
     """Concatenate caches if at least one has pages."""
     first, policies = caches[0], [[layer.policy for layer in cache.layers] for cache in caches]
-    sharded = first.spread is not None and first.spread.rows > 1
+    sharded = first.mesh_sharding is not None and first.mesh_sharding.rows > 1
     if sharded or any(other != policies[0] for other in policies):
         # Rows may change their device or policy, so they can't keep their pages.
         whole = _concatenate_unpaged([without_pages(cache) for cache in caches])

@@ -67,8 +67,10 @@ def migrate(
             raise ValueError(
                 "give layers or mesh, not both: all layers of a cache are on the same devices"
             )
-        spread = None if mesh is None else shard_over(mesh, cache.common_heads)
-        cache = cache if spread == cache.spread else _move_to_mesh(cache, spread)
+        mesh_sharding = None if mesh is None else shard_over(mesh, cache.common_heads)
+        cache = (
+            cache if mesh_sharding == cache.mesh_sharding else _move_to_mesh(cache, mesh_sharding)
+        )
     if placement is None and mesh is not KEEP:
         return cache
     placement = check_placement(placement)
@@ -151,20 +153,22 @@ def _columns(array: Array) -> list[Array]:
     return [array[:, n] for n in range(array.shape[1])]
 
 
-def _move_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
+def _move_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache:
     """Move a cache to another mesh or to the default device; the argument is used up."""
-    if spread is not None:
-        spread.check_rows(cache.batch)
+    if mesh_sharding is not None:
+        mesh_sharding.check_rows(cache.batch)
     elif not cache.length.is_fully_addressable:
         raise ValueError(
             "mesh=None is a single device, but several processes hold the cache: give a mesh"
         )
-    before, after = (1 if x is None else x.rows for x in (cache.spread, spread))
+    before, after = (1 if x is None else x.rows for x in (cache.mesh_sharding, mesh_sharding))
     if cache.pools and before != after:
-        return _move_pages_to_mesh(cache, spread)
+        return _move_pages_to_mesh(cache, mesh_sharding)
     layers, marks, status = [], _columns(cache.written), cache.status
     for entry, old in enumerate(cache.layers):
-        policy = replace(old.policy, placement=old.policy.placement.on_mesh(spread).with_target())
+        policy = replace(
+            old.policy, placement=old.policy.placement.on_mesh(mesh_sharding).with_target()
+        )
         layer = old
         if policy.stored_layout != old.policy.stored_layout:
             # Another mesh may need another number of slots, to divide them evenly.
@@ -174,14 +178,17 @@ def _move_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
             )
             status |= flag_where(lost, LOST)
         # Move through device memory: JAX does not copy between the host memories of two meshes.
-        near, on_host = Device(spread=spread).with_target(), policy.placement.needs_tail
+        near, on_host = (
+            Device(mesh_sharding=mesh_sharding).with_target(),
+            policy.placement.needs_tail,
+        )
         layer = _reorder(layer.near() if on_host else layer, replace(policy, placement=near))
-        moved = put_on_default_device(layer) if spread is None else layer.placed()
+        moved = put_on_default_device(layer) if mesh_sharding is None else layer.placed()
         moved = _reorder(moved, policy)
         moved = jax.block_until_ready(moved.placed() if on_host else moved)
         _delete_unshared_buffers(old, moved)
         layers.append(moved)
-    put = put_on_default_device if spread is None else layers[0].policy.placement.put
+    put = put_on_default_device if mesh_sharding is None else layers[0].policy.placement.put
     length, written, status, pools = put(
         (cache.length, jnp.stack(marks, axis=1), status, cache.pools)
     )
@@ -190,12 +197,12 @@ def _move_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
     )
 
 
-def _move_pages_to_mesh(cache: KVCache, spread: MeshSharding | None) -> KVCache:
+def _move_pages_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache:
     """``_move_to_mesh`` if another number of devices divides the rows of a paged cache.
 
     Each device has a pool of its own, so the rows are moved without pages.
     """
-    whole = _move_to_mesh(without_pages(cache), spread)
+    whole = _move_to_mesh(without_pages(cache), mesh_sharding)
     policies = []
     for old, new in zip(cache.layers, whole.layers, strict=True):
         layout, policy = old.policy.layout, new.policy

@@ -55,10 +55,10 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
             raise ValueError(f"row {wrong[0]} is out of range: the cache has {cache.batch} rows")
-    if cache.spread is not None:
-        cache.spread.check_rows(index.shape[0])
+    if cache.mesh_sharding is not None:
+        cache.mesh_sharding.check_rows(index.shape[0])
     missing = (index < 0) | (index >= cache.batch)
-    if cache.pools and cache.spread is not None and cache.spread.rows > 1:
+    if cache.pools and cache.mesh_sharding is not None and cache.mesh_sharding.rows > 1:
         # Each device has a pool of its own, and rows may move to another device.
         policies = [layer.policy for layer in cache.layers]
         selected = with_policies(_select(without_pages(cache), index), policies)
@@ -77,7 +77,9 @@ def repeat(cache: KVCache, times: int) -> KVCache:
     """
     cache = validated("kvjax.repeat", cache, between=False)
     times = as_int("times", times, 1)
-    per_device = cache.batch if cache.spread is None else cache.batch // cache.spread.rows
+    per_device = (
+        cache.batch if cache.mesh_sharding is None else cache.batch // cache.mesh_sharding.rows
+    )
     rows = jnp.arange(cache.batch, dtype=jnp.int32) % per_device
     cache, allocated = _fork_pages(cache, jnp.repeat(rows, times))
     repeated = _map_rows(
@@ -249,8 +251,8 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
       The cache. Paged rows share their full pages. A row for which the pool has no page becomes
       empty, with the status ``OUT_OF_PAGES``.
     """
-    spread = cache.spread
-    local = rows % (cache.batch if spread is None else cache.batch // spread.rows)
+    mesh_sharding = cache.mesh_sharding
+    local = rows % (cache.batch if mesh_sharding is None else cache.batch // mesh_sharding.rows)
     allocated = None
     if cache.pools:
         cache, allocated = fork_pages(cache, local)
@@ -266,10 +268,12 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
         return jax.tree.map(lambda x: x[rows], own)
 
     own = cache.length, cache.written, cache.status
-    if spread is None:
+    if mesh_sharding is None:
         length, written, status = take(own, local)
     else:
-        length, written, status = spread.run(take, spread.row_spec(), spread.row_spec(), own, local)
+        length, written, status = mesh_sharding.run(
+            take, mesh_sharding.row_spec(), mesh_sharding.row_spec(), own, local
+        )
     cache = replace(cache, layers=tuple(layers))
     return empty_unallocated(
         with_rows(cache, length=length, written=written, status=status), allocated
@@ -281,7 +285,7 @@ def _branch_layers(
 ) -> list[LayerCache]:
     """``branch_rows`` on the own arrays of layers with one policy; pools are left unchanged."""
     policy, stack = layers[0].policy, layers[0].stack
-    paged, spread = policy.page_group is not None, policy.placement.spread
+    paged, mesh_sharding = policy.page_group is not None, policy.placement.mesh_sharding
     arrays = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
     first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
     if policy.layout.window is None and policy.placement.parts == 1:
@@ -302,12 +306,12 @@ def _branch_layers(
             lows = [low[rows] if stack is None else low[:, rows] for low in lows]
         return [*zip(bodies, tails, lows, strict=True)]
 
-    if spread is None:
+    if mesh_sharding is None:
         arrays = branch(arrays, rows, first, last)
     else:
-        per_row, specs = spread.row_spec(), [x.partition_specs() for x in layers]
+        per_row, specs = mesh_sharding.row_spec(), [x.partition_specs() for x in layers]
         own = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in specs]
-        arrays = spread.run(
+        arrays = mesh_sharding.run(
             branch, (own, per_row, per_row, per_row), own, arrays, rows, first, last
         )
     branched = []

@@ -102,7 +102,7 @@ def save_cache(
         slots or pools are divided. A stacked cache is saved unstacked: ``stack`` it after loading.
       model: the cache's model, or a name for its weights, which ``load_cache`` compares.
       tokens: the tokens of each row. The cache may lack the last ones
-        (``GenerationResult.unfed``).
+        (``GenerationResult.pending_tokens``).
       wait: whether to wait until the folder is written. Otherwise a second thread writes it, and
         you must call ``wait()`` on the result before the program ends.
 
@@ -137,8 +137,8 @@ def save_cache(
 
 def _on_one_device(cache: KVCache) -> KVCache:
     """The cache under single-device policies; arrays with the same layout there are not moved."""
-    spread = cache.spread
-    if spread is None:
+    mesh_sharding = cache.mesh_sharding
+    if mesh_sharding is None:
         return cache
     if not cache.length.is_fully_addressable:
         raise ValueError(
@@ -153,7 +153,7 @@ def _on_one_device(cache: KVCache) -> KVCache:
         and layer.policy.stored_layout == policy.stored_layout
         for layer, policy in zip(cache.layers, policies, strict=True)
     )
-    if not unchanged or (cache.pools and spread.rows > 1):
+    if not unchanged or (cache.pools and mesh_sharding.rows > 1):
         return migrate(fork(cache), mesh=None)
     layers = [replace(x, policy=policy) for x, policy in zip(cache.layers, policies, strict=True)]
     return replace(cache, layers=tuple(layers))

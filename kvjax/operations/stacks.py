@@ -110,6 +110,6 @@ def _unstack_layer(layer: LayerCache, index: int) -> LayerCache:
 def _to_placement(near: LayerCache) -> LayerCache:
     """Move the body of a layer or a stack to where its policy places it."""
     placement = near.policy.placement
-    if placement.spread is not None or not is_traced(jax.tree.leaves(near)[0]):
+    if placement.mesh_sharding is not None or not is_traced(jax.tree.leaves(near)[0]):
         return near.placed()
     return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))

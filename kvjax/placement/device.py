@@ -26,11 +26,12 @@ _T = TypeVar("_T")
 class Device:
     """Arrays in the memory of the default device, or of the devices of a mesh.
 
-    ``spread``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate`` set.
-    ``compute_target``: the kind of device that computes with the arrays, set when a cache is made.
+    ``mesh_sharding``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate``
+    set. ``compute_target``: the kind of device that computes with the arrays, set when a cache is
+    made.
     """
 
-    spread: MeshSharding | None = field(default=None, kw_only=True, repr=False)
+    mesh_sharding: MeshSharding | None = field(default=None, kw_only=True, repr=False)
     compute_target: Target | None = field(default=None, kw_only=True, repr=False)
 
     place: ClassVar[str] = "device"
@@ -58,21 +59,21 @@ class Device:
     @property
     def parts(self) -> int:
         """The number of devices that divide the slots of a layer."""
-        return 1 if self.spread is None else self.spread.parts
+        return 1 if self.mesh_sharding is None else self.mesh_sharding.parts
 
     def shard(self) -> Shard | None:
         """This device's shard of the slots, inside ``MeshSharding.run``; None if it has all."""
-        if self.spread is None or self.parts == 1:
+        if self.mesh_sharding is None or self.parts == 1:
             return None
-        return Shard(self.spread.index(SEQUENCE), self.parts)
+        return Shard(self.mesh_sharding.index(SEQUENCE), self.parts)
 
-    def on_mesh(self, spread: MeshSharding | None) -> Self:
+    def on_mesh(self, mesh_sharding: MeshSharding | None) -> Self:
         """The same placement over a mesh, or over one device."""
-        return replace(self, spread=spread, compute_target=None)
+        return replace(self, mesh_sharding=mesh_sharding, compute_target=None)
 
     def like(self, other: "Device") -> Self:
         """The same placement on the devices of ``other``."""
-        return replace(self, spread=other.spread, compute_target=other.compute_target)
+        return replace(self, mesh_sharding=other.mesh_sharding, compute_target=other.compute_target)
 
     def with_target(self) -> Self:
         """The same placement with ``compute_target`` set."""
@@ -82,7 +83,7 @@ class Device:
         """The kind of device that computes with the arrays."""
         if self.compute_target is not None:
             return self.compute_target
-        return current_target() if self.spread is None else self.spread.target
+        return current_target() if self.mesh_sharding is None else self.mesh_sharding.target
 
     def platform(self) -> str:
         """The platform that computes with the arrays: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
@@ -90,21 +91,21 @@ class Device:
 
     def put(self, tree: _T) -> _T:
         """Move a pytree of arrays [batch, ...] to the devices."""
-        if self.spread is None:
+        if self.mesh_sharding is None:
             return to_device_memory(tree)
-        return self.spread.put(tree, self.spread.row_spec)
+        return self.mesh_sharding.put(tree, self.mesh_sharding.row_spec)
 
     def put_tokens(self, tree: _T) -> _T:
         """Move a pytree of arrays [batch, kv_heads, ...], such as a tail, to the devices. They are
         not divided along ``sequence``."""
-        if self.spread is None:
+        if self.mesh_sharding is None:
             return self.put(tree)
-        return self.spread.put(tree, self.spread.token_spec)
+        return self.mesh_sharding.put(tree, self.mesh_sharding.token_spec)
 
     def store(self, body: _T, orders: Any) -> _T:
         """Move the arrays of a body, which have these ``orders``, to where bodies are stored."""
-        if self.spread is not None:
-            return self.spread.put_bodies(body, orders)
+        if self.mesh_sharding is not None:
+            return self.mesh_sharding.put_bodies(body, orders)
         return self.put(body)
 
     def near(self, part: _T, after: Sequence[jax.Array | np.ndarray] | None = None) -> _T:
@@ -166,8 +167,8 @@ class Host(Device):
     def store(self, body: _T, orders: Any) -> _T:
         if self.memory_kind is None:  # callers delete the old arrays, so make new ones
             body = jax.device_put(body, may_alias=False)
-        if self.spread is not None:
-            return self.spread.put_bodies(body, orders, self.memory_kind)
+        if self.mesh_sharding is not None:
+            return self.mesh_sharding.put_bodies(body, orders, self.memory_kind)
         if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
             # The user's ``jax.shard_map`` or ``jax.set_mesh`` decides which devices these are.
             return self.far(body)

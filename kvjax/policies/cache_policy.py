@@ -74,8 +74,8 @@ class CachePolicy:
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
         """The orders in which arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
-        far, spread = placement.needs_tail, placement.spread
-        heads_divided = spread is not None and spread.heads > 1
+        far, mesh_sharding = placement.needs_tail, placement.mesh_sharding
+        heads_divided = mesh_sharding is not None and mesh_sharding.heads > 1
         heads = kv_heads if far else None
         settings = block, head_dim, self.subblocks(head_dim), heads, heads_divided
         platform = placement.platform()
@@ -164,12 +164,16 @@ class CachePolicy:
 
     def with_pool(self, rows: int) -> "CachePolicy":
         """With a pool for ``rows`` rows, if slots are in pages. The rest must be resolved."""
-        layout, spread, page_group = as_paged(self.layout), self.placement.spread, self.page_group
+        layout, mesh_sharding, page_group = (
+            as_paged(self.layout),
+            self.placement.mesh_sharding,
+            self.page_group,
+        )
         if layout is None or page_group is None:
             return self
         pages = rows * page_group.layout.columns if layout.pages is None else layout.pages
         pages = max(pages, layout.pool or 0)  # pools never shrink
-        shards = 1 if spread is None else spread.rows
+        shards = 1 if mesh_sharding is None else mesh_sharding.rows
         return replace(self, layout=replace(layout, pool=pages + -pages % shards))
 
     def with_placement(self, placement: Device) -> "CachePolicy":

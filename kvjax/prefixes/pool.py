@@ -134,7 +134,7 @@ class PagePool:
 
     @property
     def lost(self) -> bool:
-        """Whether the pool has no arrays: none were made, or a cache lost those it was lent."""
+        """Whether the pool has no arrays: none were made, or a cache lost the leased ones."""
         leaves = jax.tree.leaves(self.bodies)
         return any(not isinstance(x, jax.Array) or x.is_deleted() for x in leaves)
 

@@ -42,11 +42,11 @@ class PoolConfig:
     rotary_len: int | None = None
 
     def __post_init__(self) -> None:
-        spread = self.cache_shapes(1).spread
-        if spread is not None and spread.rows > 1:
+        mesh_sharding = self.cache_shapes(1).mesh_sharding
+        if mesh_sharding is not None and mesh_sharding.rows > 1:
             raise ValueError(
-                f"the mesh splits rows over {spread.rows} devices, each with its own pool; a "
-                "prefix tree needs a mesh with the tensor axis alone"
+                f"the mesh splits rows over {mesh_sharding.rows} devices, each with its own pool; "
+                "a prefix tree needs a mesh with the tensor axis alone"
             )
         assert self.groups
 

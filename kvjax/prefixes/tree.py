@@ -28,28 +28,29 @@ from kvjax.prefixes.tiers import retry_lost_entries
 class PrefixStats:
     """Statistics of a prefix tree.
 
-    ``rows``: prompts looked up; ``hits``: prompts with a cached prefix; ``prompt_tokens``: tokens
-    of all prompts; ``saved_tokens``: those that did not have to be computed; ``texts``: cached
-    sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and ``"disk"``;
-    ``free``, ``used``, ``cached``: for each pool its free pages, pages that only running requests
-    use, and pages that the tree keeps; ``dropped``: pages and checkpoints evicted so far.
+    ``prompts``: prompts looked up; ``hits``: prompts with a cached prefix; ``prompt_tokens``:
+    tokens of all prompts; ``cached_tokens``: those that did not have to be computed; ``sequences``:
+    cached sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and ``"disk"``;
+    ``free_pages``, ``used_pages``, ``cached_pages``: for each pool its free pages, pages that only
+    running requests use, and pages that the tree keeps; ``evicted``: pages and checkpoints evicted
+    so far.
     """
 
-    rows: int
+    prompts: int
     hits: int
     prompt_tokens: int
-    saved_tokens: int
-    texts: int
+    cached_tokens: int
+    sequences: int
     bytes: dict[str, int]
-    free: tuple[int, ...]
-    used: tuple[int, ...]
-    cached: tuple[int, ...]
-    dropped: int
+    free_pages: tuple[int, ...]
+    used_pages: tuple[int, ...]
+    cached_pages: tuple[int, ...]
+    evicted: int
 
     @property
     def hit_rate(self) -> float:
         """The share of prompt tokens that did not have to be computed."""
-        return self.saved_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class WeightVersions:
@@ -176,7 +177,7 @@ class PrefixTree:
         host, disk = in_bytes("host_memory", host_memory), in_bytes("disk_memory", disk_memory)
         self.sequences = CachedSequences(self.pool_config, (host, disk, folder))
         self.sequences.clear()
-        self._rows = self._hits = self._prompt_tokens = self._saved_tokens = 0
+        self._prompts = self._hits = self._prompt_tokens = self._cached_tokens = 0
         self.lease_lock = LeaseLock()
 
     @property
@@ -281,20 +282,20 @@ class PrefixTree:
             free = [len(allocator.free) for allocator in sequences.pool.allocators]
             taken = [int((allocator.refs > 0).sum()) for allocator in sequences.pool.allocators]
             return PrefixStats(
-                rows=self._rows,
+                prompts=self._prompts,
                 hits=self._hits,
                 prompt_tokens=self._prompt_tokens,
-                saved_tokens=self._saved_tokens,
-                texts=count,
+                cached_tokens=self._cached_tokens,
+                sequences=count,
                 bytes=nbytes,
-                free=tuple(free),
-                used=tuple(n - kept for n, kept in zip(taken, cached, strict=True)),
-                cached=tuple(cached),
-                dropped=sequences.tiers.dropped,
+                free_pages=tuple(free),
+                used_pages=tuple(n - kept for n, kept in zip(taken, cached, strict=True)),
+                cached_pages=tuple(cached),
+                evicted=sequences.tiers.dropped,
             )
 
     @allow_host_to_device
-    def lend(
+    def lease(
         self,
         lm: ModelLike,
         prompts: Sequence[list[int]],
@@ -326,10 +327,10 @@ class PrefixTree:
             namespace = Namespace(tenant, self.weights, rows)
             lease = Lease(self.sequences, namespace, prompts, new, samples)
             self.lease_lock.lease = lease
-            self._rows += len(prompts)
+            self._prompts += len(prompts)
             self._hits += int((lease.hits > 0).sum())
             self._prompt_tokens += sum(map(len, prompts))
-            self._saved_tokens += int(lease.hits.sum())
+            self._cached_tokens += int(lease.hits.sum())
             return lease
 
     def _check_model(self, lm: ModelLike) -> None:

@@ -321,8 +321,8 @@ def _rollout(
         jnp.concatenate([x, y], axis=1)[:, :new]
         for x, y in (
             (first_token, out),
-            (first.chosen, scores.chosen),
-            (first.drawn, scores.drawn),
+            (first.logprobs, scores.logprobs),
+            (first.sampling_logprobs, scores.sampling_logprobs),
         )
     )
     real = arange_row(new) < progress.count[:, None]
@@ -334,7 +334,7 @@ def _rollout(
         prompt_lengths=lengths,
         lengths=progress.count,
         logprobs=jnp.where(real, logprobs, 0),
-        drawn=jnp.where(real, drawn, 0),
+        sampling_logprobs=jnp.where(real, drawn, 0),
         ended=ended,
         broken=progress.broken,
         cache=context.cache,

@@ -20,19 +20,19 @@ class Rollout:
     ``tokens``: int32[rows, prompt + new], each row's prompt, its new tokens directly after it, then
     padding; ``prompt_lengths``, ``lengths``: int32[rows], the number of prompt and of new tokens.
     ``logprobs``: float32[rows, new], the log-probability of each new token in the model's own
-    distribution; ``drawn``: in the distribution that it was sampled from, after temperature and
-    filters; both 0 after a row's last token.
-    ``ended``: bool[rows], rows that end with an end token; the others reached their limit.
-    ``broken``: bool[rows], rows with logits that are not finite, or with an invalid traced prompt;
-    nothing was sampled from these logits, and other rows are not affected.
-    ``cache``: holds all tokens of each row but the last. Pass it as ``buffer`` to the next rollout.
+    distribution; ``sampling_logprobs``: in the distribution that it was sampled from, after
+    temperature and filters; both 0 after a row's last token. ``ended``: bool[rows], rows that end
+    with an end token; the others reached their limit. ``broken``: bool[rows], rows with logits that
+    are not finite, or with an invalid traced prompt; nothing was sampled from these logits, and
+    other rows are not affected. ``cache``: holds all tokens of each row but the last. Pass it as
+    ``buffer`` to the next rollout.
     """
 
     tokens: Array
     prompt_lengths: Array
     lengths: Array
     logprobs: Array
-    drawn: Array
+    sampling_logprobs: Array
     ended: Array
     broken: Array
     cache: KVCache
@@ -54,10 +54,10 @@ class Rollout:
         return jnp.where(arange_row(new) < self.lengths[:, None], tokens, 0)
 
     @allow_host_to_device
-    def beside(self, numbers: Array) -> Array:
+    def align(self, numbers: Array) -> Array:
         """Move values of new tokens, [rows, new], to the positions of these tokens in ``tokens``:
-        [rows, prompt + new], 0 elsewhere. So ``drawn`` can be compared with the log-probabilities
-        that a training step computes for ``tokens``."""
+        [rows, prompt + new], 0 elsewhere. So ``sampling_logprobs`` can be compared with the
+        log-probabilities that a training step computes for ``tokens``."""
         index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         index = jnp.clip(index, 0, numbers.shape[1] - 1)
         return jnp.where(self.mask, jnp.take_along_axis(numbers, index, axis=1), 0)

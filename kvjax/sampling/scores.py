@@ -22,25 +22,25 @@ class TokenScore:
 
     Attributes:
       logprob: of the token, under the model's distribution, before filters and temperature.
-      likeliest: the most likely tokens, each with its log-probability, in falling order.
-      drawn: of the token, under the filtered distribution that it was drawn from; 0 if decoding was
-        greedy.
+      top_logprobs: the most likely tokens, each with its log-probability, in falling order.
+      sampling_logprob: of the token, under the filtered distribution that it was drawn from; 0 if
+        decoding was greedy.
     """
 
     logprob: float
-    likeliest: tuple[tuple[int, float], ...]
-    drawn: float
+    top_logprobs: tuple[tuple[int, float], ...]
+    sampling_logprob: float
 
 
 @pytree_dataclass
 class Scores:
-    """``TokenScore`` as arrays: ``chosen`` is ``TokenScore.logprob``; ``ids`` and ``likeliest`` are
-    the most likely tokens and their log-probabilities, in falling order."""
+    """``TokenScore`` as arrays: ``logprobs`` is ``TokenScore.logprob``; ``top_ids`` and
+    ``top_logprobs`` are the most likely tokens and their log-probabilities, in falling order."""
 
-    chosen: Float[Array, "*batch"]
-    drawn: Float[Array, "*batch"]
-    ids: Int[Array, "*batch most"]
-    likeliest: Float[Array, "*batch most"]
+    logprobs: Float[Array, "*batch"]
+    sampling_logprobs: Float[Array, "*batch"]
+    top_ids: Int[Array, "*batch most"]
+    top_logprobs: Float[Array, "*batch most"]
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], most: int) -> "Scores":
@@ -90,9 +90,11 @@ def take_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"
 def token_scores(scores: Any, row: int, first: int, end: int, most: int) -> list[TokenScore]:
     """The scores of a row's tokens ``first`` to ``end``, from ``Scores`` [batch, tokens] on the
     host."""
-    chosen, drawn = (x[row, first:end].tolist() for x in (scores.chosen, scores.drawn))
-    ids = scores.ids[row, first:end, :most].tolist()
-    likeliest = scores.likeliest[row, first:end, :most].tolist()
+    chosen, drawn = (
+        x[row, first:end].tolist() for x in (scores.logprobs, scores.sampling_logprobs)
+    )
+    ids = scores.top_ids[row, first:end, :most].tolist()
+    likeliest = scores.top_logprobs[row, first:end, :most].tolist()
     return [
         TokenScore(logprob, tuple(zip(*most_likely, strict=True)), drawn_logprob)
         for logprob, drawn_logprob, *most_likely in zip(chosen, drawn, ids, likeliest, strict=True)

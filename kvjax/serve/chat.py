@@ -103,7 +103,7 @@ class ChatSchema:
             return None
         content = [
             self._logprob(token, score.logprob)
-            | {"top_logprobs": [self._logprob(*other) for other in score.likeliest]}
+            | {"top_logprobs": [self._logprob(*other) for other in score.top_logprobs]}
             for token, score, _ in scored
             if score is not None
         ]

@@ -107,7 +107,7 @@ class CompletionsSchema:
         the chosen token.
         """
         # A later entry with the same text replaces an earlier one, so the likeliest comes last.
-        entries = [(token, score.logprob), *reversed(score.likeliest)]
+        entries = [(token, score.logprob), *reversed(score.top_logprobs)]
         return {self._text(each): finite(logprob) for each, logprob in entries}
 
     def _text(self, token: int) -> str:

@@ -81,7 +81,7 @@ class Metrics(Collector):
         """The figures that the web page draws."""
         stats = self._engine.stats()
         return asdict(stats) | {
-            "cached": stats.cached,
+            "cached_pages": stats.cached_pages,
             "usage": stats.usage,
             "tokens_per_second": self._tokens_per_second(),
         }

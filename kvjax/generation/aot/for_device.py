@@ -279,7 +279,7 @@ class _Programs:
 
     def _sharding(self, x: jax.ShapeDtypeStruct | np.ndarray) -> Sharding:
         """The sharding of an array whose first axis may be rows."""
-        mesh = self._request.spread
+        mesh = self._request.mesh_sharding
         if mesh is None:
             return self._on_device
         batches = self._rows, len(self._request.prompts)

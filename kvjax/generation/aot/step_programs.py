@@ -168,7 +168,7 @@ def search_programs(
         def call(logits: PyTree, *rest: PyTree) -> Compiled:
             arguments, masks = rest[:6], rest[6:]
             return unwrap(beam_programs.begin)(
-                logits, filters, beams, *arguments, logprobs, request.spread, *masks
+                logits, filters, beams, *arguments, logprobs, request.mesh_sharding, *masks
             )
 
         masks = () if request.guides is None else (allowed,)

@@ -41,7 +41,7 @@ _Carry = tuple[Array, Context, SearchState, TokenHistory | None, Columns]
 
 
 @functools.partial(
-    jax.jit, static_argnames=("filters", "beams", "scores", "spread"), donate_argnames="past"
+    jax.jit, static_argnames=("filters", "beams", "scores", "mesh_sharding"), donate_argnames="past"
 )
 def begin(
     logits: Logits,
@@ -54,7 +54,7 @@ def begin(
     real: Array,
     start: PerRow,
     scores: int | None,
-    spread: MeshSharding | None,
+    mesh_sharding: MeshSharding | None,
     allowed: UInt[Array, "batch words"] | None = None,
 ) -> tuple[SearchState, TokenHistory | None, Columns]:
     """Choose the first tokens, from the logits after the prompts, with one row for each beam.
@@ -67,7 +67,7 @@ def begin(
     )
     # The rows of a prompt are still equal, so none has to move.
     columns = jax.tree.map(lambda x: x[:, None], _flatten_beams((after.token, *choice)))
-    return _constrain((after, past, columns), spread)
+    return _constrain((after, past, columns), mesh_sharding)
 
 
 @functools.partial(
@@ -91,7 +91,7 @@ def search(
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """Run ``steps`` steps, at most ``MAX_STEPS``, or fewer if all prompts are done. A step feeds
     the newest token of each beam, chooses the next tokens, and moves rows."""
-    spread = None if context.cache is None else context.cache.spread
+    mesh_sharding = None if context.cache is None else context.cache.mesh_sharding
     shape = before.token.size, MAX_STEPS
     zeros = jnp.zeros(shape, jnp.int32)
     columns: Columns = zeros, zeros, None if scores is None else Scores.zeros(shape, scores)
@@ -115,7 +115,7 @@ def search(
 
     carry = jnp.int32(0), context, before, past, columns
     _, context, after, past, columns = lax.while_loop(unfinished, run_step, carry)
-    after, past, columns = _constrain((after, past, columns), spread)
+    after, past, columns = _constrain((after, past, columns), mesh_sharding)
     return context, after, past, columns
 
 
@@ -145,12 +145,12 @@ def choose(
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
     """Choose the next tokens among those allowed, and move rows. ``feed`` and this program are one
     step of ``search``."""
-    spread = None if context.cache is None else context.cache.spread
+    mesh_sharding = None if context.cache is None else context.cache.mesh_sharding
     context, after, past, new = _step(
         context, before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
     columns = jax.tree.map(lambda x: x[:, None], new)
-    return context, *_constrain((after, past, columns), spread)
+    return context, *_constrain((after, past, columns), mesh_sharding)
 
 
 def _feed(
@@ -246,12 +246,15 @@ def _move_rows(context: Context, state: SearchState, parent: Array) -> Context:
     return Cached(branch_rows(context.cache, rows.ravel(), state.start.ravel()))
 
 
-def _constrain(tree: _T, spread: MeshSharding | None) -> _T:
+def _constrain(tree: _T, mesh_sharding: MeshSharding | None) -> _T:
     """On a mesh, shard every array by rows, so that the next call does not compile again."""
-    if spread is None:
+    if mesh_sharding is None:
         return tree
     return jax.tree.map(
-        lambda x: lax.with_sharding_constraint(x, spread.sharding(spread.row_spec(x.shape))), tree
+        lambda x: lax.with_sharding_constraint(
+            x, mesh_sharding.sharding(mesh_sharding.row_spec(x.shape))
+        ),
+        tree,
     )
 
 
@@ -270,7 +273,7 @@ def rows_to_keep(
     """
     prompts = request.rows // request.samples
     rows, rewound = rows[:prompts].ravel(), rewound[:prompts].ravel()
-    padding = 0 if request.spread is None else -len(rows) % request.spread.rows
+    padding = 0 if request.mesh_sharding is None else -len(rows) % request.mesh_sharding.rows
     empty = request.rows + np.arange(padding)
     return (
         np.concatenate([rows, empty]).astype(np.int32),

@@ -60,7 +60,7 @@ class BeamSession:
             real,
             start,
             request.logprobs,
-            request.spread,
+            request.mesh_sharding,
             self._masks(),
         )
         del session.logits

@@ -143,14 +143,14 @@ class BeamStream(PieceIterator):
                 row.push(token)
             row.finish("eos" if tokens and tokens[-1] in request.eos_token_ids else "length")
         self._scores = [*chain.from_iterable(best.token_scores[:prompts])]
-        cache, unfed = self._result_cache(best)
+        cache, pending_tokens = self._result_cache(best)
         text: Any = [row.text for row in self._rows] if self._has_text else None
         result = GenerationResult(
             text,
             [row.tokens for row in self._rows],
             self._stats(),
             cache,
-            unfed,
+            pending_tokens,
             None if request.logprobs is None else self._scores,
             guides=final_guides(self._session.lm, request, [row.tokens for row in self._rows]),
             sequence_scores=[*chain.from_iterable(best.scores[:prompts])],
@@ -165,15 +165,17 @@ class BeamStream(PieceIterator):
         request, session = self._request, self._session
         live, count = live_sequences(self._history, self._state.count, self._beams)
         beam, held, rewound = source_beams(live, count, best.known, best.before)
-        unfed = [row.tokens[length:] for row, length in zip(self._rows, held.ravel(), strict=False)]
+        pending_tokens = [
+            row.tokens[length:] for row, length in zip(self._rows, held.ravel(), strict=False)
+        ]
         if request.prefix_cache is not None:
             rows = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
             session.close([prompt + ids[ids >= 0].tolist() for prompt, ids in rows])
-            return None, unfed
+            return None, pending_tokens
         rows = np.arange(len(beam))[:, None] * live.shape[1] + beam
         if session.cache is None or not self._search.keep(*rows_to_keep(rows, rewound, request)):
-            return None, unfed
-        return session.cache, unfed
+            return None, pending_tokens
+        return session.cache, pending_tokens
 
     def _piece(self) -> Piece:
         starts = [row.num_taken for row in self._rows]

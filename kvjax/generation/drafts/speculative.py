@@ -355,7 +355,7 @@ class SpeculativeDecoder:
 
     def _zero_logits(self, context: Cached) -> Any:
         shape = len(self._request.prompts), self._lm.config.vocab_size
-        return Device(spread=context.cache.spread).put(np.zeros(shape, np.float32))
+        return Device(mesh_sharding=context.cache.mesh_sharding).put(np.zeros(shape, np.float32))
 
     def _prefill_args(self, context: Any, logits: Any, chunk: PromptChunk) -> tuple[Any, ...]:
         lm, last = self._lm, self._lm.config.vocab_size - 1
