@@ -1,20 +1,16 @@
 """Codecs: how the numbers of a cache are stored, as pure functions on arrays."""
 
-from kvjax.codecs.centered import Centered
-from kvjax.codecs.codec import Codec, Store, plain_scores, plain_weighted_values
+from kvjax.codecs.codec import Codec, Raw, Store, plain_scores, plain_weighted_values
 from kvjax.codecs.codec import long_scores as long_scores
 from kvjax.codecs.codec import long_weighted_values as long_weighted_values
 from kvjax.codecs.codec import merge_blocks as merge_blocks
 from kvjax.codecs.float8 import Float8
-from kvjax.codecs.half_quadratic import HalfQuadratic
 from kvjax.codecs.integer import BITS as BITS
 from kvjax.codecs.integer import MULTIPLE as MULTIPLE
 from kvjax.codecs.integer import Int1, Int2, Int3, Int4, Int8, Integer
 from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv, quantized_codec
-from kvjax.codecs.raw import Raw
-from kvjax.codecs.rotated import Rotated
-from kvjax.codecs.unrotated import Unrotated
-from kvjax.codecs.wrapper import CodecWrapper as CodecWrapper
+from kvjax.codecs.wrappers import Centered, HalfQuadratic, Rotated, Unrotated
+from kvjax.codecs.wrappers import CodecWrapper as CodecWrapper
 
 __all__ = [
     "Centered",

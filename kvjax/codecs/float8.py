@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs.raw import Raw
+from kvjax.codecs.codec import Raw
 from kvjax.codecs.scales import ScaledCodec, finite, in_range, rounded, undifferentiable
 from kvjax.core.pytree import exportable_namedtuple
 

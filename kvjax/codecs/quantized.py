@@ -3,9 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from kvjax.codecs.codec import Codec, Store, merge_blocks
+from kvjax.codecs.codec import Codec, Raw, Store, merge_blocks
 from kvjax.codecs.integer import BITS, MULTIPLE, Integer
-from kvjax.codecs.raw import Raw
 from kvjax.core.pytree import pytree_dataclass, static_field, tree_bytes
 from kvjax.core.target import default_device
 from kvjax.core.typing import CachedKeysValues, KeysValues

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from kvjax.codecs.codec import Codec, Store, plain_scores
-from kvjax.codecs.raw import Raw, without_gradient
+from kvjax.codecs.codec import Codec, Raw, Store, plain_scores, without_gradient
 from kvjax.core.validation import as_int
 
 PER = ("token", "channel", "head", "tensor")

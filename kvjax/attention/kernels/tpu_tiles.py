@@ -17,10 +17,10 @@ from jax import lax
 
 from kvjax.attention.kernels.common import DType, KernelInputs
 from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
-from kvjax.codecs.centered import CenteredStore
 from kvjax.codecs.float8 import FIELDS, Scaled
 from kvjax.codecs.integer import Packed
 from kvjax.codecs.scales import ScaledCodec
+from kvjax.codecs.wrappers import CenteredStore
 from kvjax.core.typing import Array
 from kvjax.placement.order import Orders
 from kvjax.placement.tpu import LaneTiled, RowTiled
