@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 import kvjax
-from kvjax.attention import buckets
+from kvjax.attention import blocks
 from kvjax.attention.kernels.dispatch import kernels_for
 from kvjax.cache.sizes import abstract_arguments, array_shardings, shard_of
 from kvjax.codecs import Float8, Int4, Rotated
@@ -187,7 +187,7 @@ def compiled(cell: Cell, device: Any) -> Found:
         collectives(text, 1 if mesh is None else mesh.size),
         text,
         found,
-        0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * buckets.CHUNK * 4,
+        0 if kernels_for(target_of(device)) else 2 * cell.batch * cell.heads * blocks.CHUNK * 4,
     )
 
 

@@ -16,8 +16,7 @@ import jax
 
 from benchmarks.abstract import STEP, cell_of, compiled
 from benchmarks.report import markdown_table
-from kvjax.attention.blocks import COARSE_BLOCK
-from kvjax.attention.buckets import CHUNK, MAX_QUERIES
+from kvjax.attention.blocks import CHUNK, COARSE_BLOCK, MAX_QUERIES
 from kvjax.attention.paths import default_paths
 from kvjax.core.target import DEVICE_SPECS
 from kvjax.memory.hlo import bytes_moved

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import buckets
+from kvjax.attention import blocks
 from tests.matrix import BLOCK, CODECS, LAYOUTS, PATH_PAIRS, RAW, cells, path_cells
 from tests.test_kernels import DIM, HEADS, KV, SETTINGS, agree, filled, random
 
@@ -18,7 +18,7 @@ def small():
     """For the whole file, because the traces of layers are cached and depend on the sizes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (("MIN_SIZE", 16), ("TILE", 8), ("CHUNK", 16)):
-            patch.setattr(buckets, name, value)
+            patch.setattr(blocks, name, value)
         jax.clear_caches()
         yield
     jax.clear_caches()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import buckets
+from kvjax.attention import blocks
 from kvjax.attention.paths import default_paths
 from kvjax.codecs import Raw
 from kvjax.core.compat import has_triton
@@ -124,7 +124,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("tokens", [1, 200, 256, 5000, 131072, 2**20])
 def test_sizes_of_buckets(tokens):
-    sizes = buckets.bucket_sizes([1, tokens])
+    sizes = blocks.bucket_sizes([1, tokens])
     assert len(sizes) <= 8 and sizes == sorted({*sizes}) and sizes[-1] == tokens
     assert sizes[0] == tokens or all(b <= 2 * a for a, b in pairwise(sizes))
 

@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import kvjax
-from kvjax.attention import attend, inputs
+from kvjax.attention import attend, softmax
 from kvjax.attention.kernels import common, mosaic_tpu
 from kvjax.codecs import (
     Centered,
@@ -399,9 +399,11 @@ def test_sections_in_any_order_are_one_softmax(strict, monkeypatch):
     """Also with transformed values, where a kernel can't continue from an earlier softmax."""
     given = POLICIES["rotated"], "tpu", "pallas", 64, (150,)
     wanted, _ = run(*given)
-    in_order = inputs.sections
+    in_order = softmax.sections
     turned = []
-    monkeypatch.setattr(inputs, "sections", lambda *held: turned.append(1) or in_order(*held)[::-1])
+    monkeypatch.setattr(
+        softmax, "sections", lambda *held: turned.append(1) or in_order(*held)[::-1]
+    )
     monkeypatch.setattr(sys.modules[__name__], "call", in_one_program())
     found, _ = run(*given)
     assert turned

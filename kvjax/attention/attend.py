@@ -17,9 +17,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from kvjax.attention.blocks import blockwise
-from kvjax.attention.inputs import AttentionInputs
 from kvjax.attention.mask import Bias, Mask, device_bias
 from kvjax.attention.paths import DIFFERENTIABLE, Path, select_path
+from kvjax.attention.softmax import AttentionInputs
 from kvjax.cache.appending import check_lengths
 from kvjax.cache.checks import validated
 from kvjax.cache.explicit_axes import automatic_axes

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from kvjax.attention.blocks import blockwise, reference
-from kvjax.attention.buckets import MAX_QUERIES, bucketed
-from kvjax.attention.inputs import AttentionInputs, Unsupported
+from kvjax.attention.blocks import MAX_QUERIES, blockwise, bucketed, reference
 from kvjax.attention.kernels.dispatch import kernels_for, pallas
 from kvjax.attention.ragged import evenly, over_pages
+from kvjax.attention.softmax import AttentionInputs, Unsupported
 from kvjax.core.mesh_context import has_auto_axes
 from kvjax.core.target import Target
 from kvjax.core.typing import AttentionOutput

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention.blocks import MIN_FILLED, SCORE_ARRAYS, blockwise, has_product_dtype
-from kvjax.attention.inputs import AttentionInputs
-from kvjax.attention.softmax import LOWEST, Partial
+from kvjax.attention.softmax import LOWEST, AttentionInputs, Partial
 from kvjax.cache.sections import Section
 from kvjax.core import control_flow
 from kvjax.core.array_ops import arange_row

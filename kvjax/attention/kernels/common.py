@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from kvjax.attention.inputs import AttentionInputs, Unsupported
 from kvjax.attention.mask import Mask
-from kvjax.attention.softmax import Partial
+from kvjax.attention.softmax import AttentionInputs, Partial, Unsupported
 from kvjax.cache.sections import Section
 from kvjax.codecs import Centered, Codec, CodecWrapper, Rotated
 from kvjax.core.typing import Array

@@ -7,10 +7,9 @@ import importlib
 import sys
 from types import ModuleType
 
-from kvjax.attention.buckets import prefix
-from kvjax.attention.inputs import AttentionInputs, Unsupported
+from kvjax.attention.blocks import prefix
 from kvjax.attention.kernels.common import KernelInputs, refuse
-from kvjax.attention.softmax import Partial
+from kvjax.attention.softmax import AttentionInputs, Partial, Unsupported
 from kvjax.cache.sections import Section
 from kvjax.core import compat
 from kvjax.core.target import Target, current_target
