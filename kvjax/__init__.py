@@ -19,6 +19,7 @@ from kvjax.chats.chat import Chat
 from kvjax.chats.rendering import Turn
 from kvjax.core.rotary import RotaryTable, apply_rotary, rotary_table
 from kvjax.core.validation import (
+    ArgumentError,
     CacheMemoryError,
     CacheOverflowError,
     CheckpointError,
@@ -55,6 +56,7 @@ from kvjax.rollouts.results import Rollout
 __version__ = "0.1.0"
 
 __all__ = [
+    "ArgumentError",
     "Auto",
     "Batch",
     "CacheMemoryError",

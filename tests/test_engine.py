@@ -22,6 +22,7 @@ from kvjax.engine.service import StoppedError
 from kvjax.generation.results import Timer
 from kvjax.memory import InferenceLimits
 from kvjax.memory.limits import available_memory
+from kvjax.sampling.params import PARAMS
 from tests.alive import alive
 from tests.copies import assert_no_copy
 from tests.test_prefixes import POLICIES, small
@@ -77,6 +78,7 @@ def settings_of(number, rng):
         "presence_penalty": 0.5 if number % 6 == 1 else None,
         "no_repeat_ngram_size": 1 + number % 3 if number % 9 == 4 else None,
         "typical_p": 0.8 if number % 10 == 7 else None,
+        "xtc_probability": 0.5 if number % 10 == 1 else None,
         "logit_bias": {3: 2.0, 9: -5.0} if number % 7 == 0 else None,
         "min_new_tokens": 1, "eos_token_ids": (7,),
         "stop": [chr(65 + number % 61), chr(65 + number % 59) * 2] if number % 3 == 1 else None,
@@ -757,10 +759,8 @@ def test_a_finished_row_has_neutral_parameters():
     """Otherwise it would switch filters on for other rows."""
     engine = engine_of()
     request = engine.check(
-        [1, 2, 3], max_new_tokens=9, min_new_tokens=2, temperature=0.7, top_k=3, top_p=0.5,
-        min_p=0.1, typical_p=0.5, repetition_penalty=1.2, frequency_penalty=0.5,
-        presence_penalty=0.5, no_repeat_ngram_size=3, logit_bias={1: 2.0}, seed=5,
-        eos_token_ids=[3], logprobs=2,
+        [1, 2, 3], max_new_tokens=9, **{name: param.example for name, param in PARAMS.items()},
+        logit_bias={1: 2.0}, seed=5, eos_token_ids=[3], logprobs=2,
     )  # fmt: skip
     state, row = engine._runner.sampling_state, np.array([1])
     neutral = state.copy(row)

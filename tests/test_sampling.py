@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pickle
 import re
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 import kvjax.sampling.filters as ways
+from kvjax.core.validation import ArgumentError
 from kvjax.sampling import sampler as sampling
 from kvjax.sampling.history import TokenHistory
 from kvjax.sampling.params import (
     NEUTRAL,
+    NO_TOKEN,
     PARAMS,
     Filters,
     PenaltyKeywords,
@@ -27,6 +30,7 @@ from kvjax.sampling.params import (
 VOCAB = 500
 
 # As generation runs them, and one program for all numbers.
+exclude_top_choices = jax.jit(ways.exclude_top_choices)
 keep_top_k, keep_top_p, keep_min_p, keep_typical, keep_new_ngrams, penalize = map(
     jax.jit,
     (ways.keep_top_k, ways.keep_top_p, ways.keep_min_p, ways.keep_typical, ways.keep_new_ngrams,
@@ -87,6 +91,15 @@ def naive_typical(logits, p):
     return kept
 
 
+def naive_xtc(logits, threshold, kept=()):
+    """Without the tokens above the threshold, except the least likely of them and ``kept``."""
+    out = logits.copy()
+    for row, probabilities in zip(out, softmax(logits), strict=True):
+        top = [token for token in np.argsort(probabilities) if probabilities[token] > threshold]
+        row[[token for token in top[1:] if token not in kept]] = -np.inf
+    return out
+
+
 def naive_ngrams(logits, texts, sizes):
     """Without what would end a run of a row's own size that its text has already."""
     out = logits.copy()
@@ -124,6 +137,20 @@ def test_min_p_is_the_naive_one(min_p):
     np.testing.assert_array_equal(
         keep_min_p(jnp.asarray(logits), min_p), naive_min_p(logits, min_p)
     )
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.5])
+def test_xtc_is_the_naive_one(threshold):
+    logits, kept = some_logits(), jnp.asarray([[7, NO_TOKEN]] * 4)
+    likeliest = int(np.argmax(logits[1]))
+    for tokens in ([7], [likeliest]):
+        kept = jnp.asarray([[*tokens, NO_TOKEN]] * 4)
+        got = exclude_top_choices(jnp.asarray(logits), threshold, jnp.ones(4, bool), kept)
+        np.testing.assert_array_equal(got, naive_xtc(logits, threshold, tokens))
+    some = jnp.asarray([True, False, False, True])
+    got = exclude_top_choices(jnp.asarray(logits), threshold, some, kept)
+    np.testing.assert_array_equal(got[1:3], logits[1:3])
+    assert not np.array_equal(got, logits) or threshold == 0.5
 
 
 @pytest.mark.parametrize("p", [1e-6, 0.2, 0.5, 0.9, 0.999])
@@ -200,6 +227,7 @@ def test_all_filters_in_the_order_of_transformers():
         seeds=range(4), temperature=0.7, top_k=40, top_p=0.8, min_p=0.05, repetition_penalty=1.5,
         min_new_tokens=3, eos_token_ids=(int(logits[0].argmax()), 7), typical_p=0.7,
         frequency_penalty=0.5, presence_penalty=-0.2, no_repeat_ngram_size=2,
+        xtc_probability=1, xtc_threshold=0.2,
     )  # fmt: skip
     tokens = np.random.default_rng(2).integers(0, VOCAB, (4, 30)).astype(np.int32)
     lengths = np.array([20, 30, 2, 7], np.int32)
@@ -214,7 +242,7 @@ def test_all_filters_in_the_order_of_transformers():
     expected[:, [int(logits[0].argmax()), 7]] = -np.inf
     expected = (expected - expected.max(-1, keepdims=True)) / np.float32(0.7)
     expected = naive_min_p(naive_top_p(naive_top_k(expected, 40), 0.8), 0.05)
-    expected = naive_typical(expected, 0.7)
+    expected = naive_xtc(naive_typical(expected, 0.7), 0.2)
     got = filter_logits(
         jnp.asarray(logits),
         filters,
@@ -272,6 +300,8 @@ def test_filters_give_the_distribution_of_transformers():
         {"temperature": 2.5},
         {"temperature": 0.4},
         {"typical_p": 0.6},
+        {"xtc_probability": 1.0},
+        {"xtc_probability": 1.0, "xtc_threshold": 0.3, "top_k": 5},
     ],
     ids=str,
 )
@@ -296,6 +326,21 @@ def test_draws_follow_the_distribution(settings):
     assert not observed[~possible].any()
     statistic = ((observed - expected)[possible] ** 2 / expected[possible]).sum()
     assert statistic < 40  # chi-squared, 11 degrees of freedom: 40 is passed once in 30,000
+
+
+def test_xtc_excludes_at_its_probability_whatever_is_drawn():
+    """The draws follow a mixture: whether a draw excludes does not depend on its noise."""
+    draws, vocab, probability = 20_000, 12, 0.4
+    row = some_logits(1, vocab, scale=1.5)
+    filters, numbers = prepare_sampling(
+        seeds=range(draws), temperature=1.0, xtc_probability=probability
+    )
+    count = jnp.zeros(draws, jnp.int32)
+    tokens, _ = sample(jnp.asarray(np.tile(row, (draws, 1))), filters, numbers, count=count)
+    plain, excluded = softmax(row)[0], softmax(naive_xtc(row, 0.1))[0]
+    expected = draws * ((1 - probability) * plain + probability * excluded)
+    observed = np.bincount(np.asarray(tokens), minlength=vocab)
+    assert ((observed - expected) ** 2 / expected).sum() < 40  # as above
 
 
 def test_draws_of_one_seed_follow_the_distribution_over_the_tokens_of_a_text():
@@ -390,6 +435,8 @@ def test_nothing_is_sorted(settings):
         ({"top_p": 1.01}, "top_p must be above 0 and at most 1"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1"),
         ({"min_p": 2}, "min_p must be from 0 to 1, got 2"),
+        ({"xtc_probability": 1.5}, "xtc_probability must be from 0 to 1"),
+        ({"xtc_threshold": 0.51}, r"xtc_threshold must be from 0 to 0\.5, got 0\.51"),
         ({"typical_p": 0.0}, r"typical_p must be above 0 and at most 1, got 0\.0"),
         ({"frequency_penalty": 2.1}, r"frequency_penalty must be from -2 to 2, got 2\.1"),
         ({"presence_penalty": float("nan")}, "presence_penalty must be from -2 to 2, got nan"),
@@ -404,14 +451,16 @@ def test_nothing_is_sorted(settings):
     ids=lambda value: str(value)[:40],
 )
 def test_settings_out_of_range_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ArgumentError, match=message) as error:
         prepare_sampling(**{"seeds": [0], **settings})
+    assert error.value.param == next(iter(settings)).replace("seeds", "seed")
+    assert pickle.loads(pickle.dumps(error.value)).param == error.value.param
 
 
 def test_every_parameter_is_declared_in_all_places():
     names = {each.name for each in dataclasses.fields(SamplingParams)}
     keywords = SamplingKeywords.__annotations__ | PenaltyKeywords.__annotations__
-    assert names == keywords.keys() == PARAMS.keys() | {"logit_bias", "logits_hook"}
+    assert names - {"logits_hook"} == keywords.keys() == PARAMS.keys() | {"logit_bias"}
     arrays = {each.name for each in dataclasses.fields(SamplingArrays)}
     assert arrays == NEUTRAL.keys() | {"seeds", "eos", "bias"}
     steps = {param.step for param in PARAMS.values() if param.step}
@@ -424,7 +473,8 @@ def test_every_parameter_is_declared_in_all_places():
         assert getattr(neutral, name).dtype == value.dtype
         assert np.all(getattr(neutral, name) == value), name
     for name, param in PARAMS.items():
-        assert name in (SamplingParams.__doc__ or "") and param.help and param.range
+        assert f"  {name}: {param.help[:20]}" in (SamplingParams.__doc__ or "") and param.range
+        assert param.allowed(param.example) and param.array_value(param.example) != param.neutral
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""What the site adds to the pages in ``docs/``: the notebooks, and other files that pages link to.
+"""What the site adds to the pages in ``docs/``: the notebooks, other files that pages link to, and
+the table of sampling parameters.
 
 A page links to ``../notebooks/caches.ipynb`` in the repository. The site stores a copy of that file
 next to its pages, as ``notebooks/caches.ipynb``, and this module rewrites the link.
@@ -13,9 +14,13 @@ from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from kvjax.sampling.params import PARAMS, SamplingParams
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md")
 """Pages at the root of the repository."""
+PARAMETERS = "<!-- sampling parameters -->"
+"""Where a page has the table of sampling parameters."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)#\s:]+)(#[^)\s]*)?\)")
 
 
@@ -48,9 +53,23 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def parameter_table() -> str:
+    """The sampling parameters, in the order in which they are declared."""
+    defaults = SamplingParams()
+    rows = [
+        f"| `{name}` | {getattr(defaults, name)} | {param.range} | {param.help} | {param.example} |"
+        for name, param in PARAMS.items()
+    ]
+    head = [
+        "| parameter | default | must be | effect | example |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    return "\n".join(head + rows)
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links to files of the repository. A link to a file that exists there but not on the
-    site becomes plain text."""
+    """Fill in the table of sampling parameters, and rewrite links to files of the repository. A
+    link to a file that exists there but not on the site becomes plain text."""
     here = page.file.src_uri
 
     def follow(match: re.Match[str]) -> str:
@@ -63,4 +82,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             )
         return text if (ROOT / path).exists() else match[0]
 
+    if PARAMETERS in markdown:
+        markdown = markdown.replace(PARAMETERS, parameter_table())
     return LINK.sub(follow, markdown)

@@ -1,4 +1,5 @@
-"""Replaces ``**settings: Unpack[...]`` in the reference by the keywords themselves."""
+"""Replaces ``**settings: Unpack[...]`` in the reference by the keywords themselves, and takes the
+docstrings of these functions as they are at run time."""
 
 import importlib
 import inspect
@@ -27,6 +28,8 @@ class Keywords(griffe.Extension):
         value = importlib.import_module(func.module.path)
         for name in func.path.removeprefix(f"{func.module.path}.").split("."):
             value = getattr(value, name)
+        if func.docstring is not None:
+            func.docstring.value = inspect.getdoc(value) or ""
         func.parameters = griffe.Parameters(
             *(
                 griffe.Parameter(

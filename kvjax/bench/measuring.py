@@ -148,7 +148,7 @@ def measure(
       prefill: whether to time prefill.
       bandwidth: the device's bandwidth; by default it is measured after everything else.
       callback: called with a line of text before each batch and prompt length.
-      drawing: ``temperature``, ``top_k``, ``top_p``, ``min_p``, as in ``kvjax.generate``.
+      {sampling parameters}
 
     Raises:
       ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for

@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -66,10 +66,7 @@ def batch(
     ],
     model: options.ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.")] = 128,
-    min_new_tokens: Annotated[
-        int, typer.Option(help="Do not end a text before this many new tokens.")
-    ] = 0,
-    sampling: options.Sampling,
+    sampling: options.SamplingOptions,
     seed: Annotated[
         int,
         typer.Option(help="The seed of a line is this plus its number, unless the line has one."),
@@ -101,8 +98,7 @@ def batch(
     policy = cache_policy(cache, quantization)
     settings: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        **asdict(sampling),
+        **sampling,
         "seed": seed,
         "stop": stop or None,
         "logprobs": logprobs,

@@ -16,20 +16,12 @@ import numpy as np
 
 from kvjax.cli.output import to_json
 from kvjax.generation.loaded_model import LanguageModel
+from kvjax.sampling.params import PARAMS
 
 PROMPTS = ("prompt", "tokens", "messages")
 SETTINGS = (
     "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "frequency_penalty",
-    "presence_penalty",
-    "no_repeat_ngram_size",
+    *PARAMS,
     "logit_bias",
     "seed",
     "stop",

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import jax
 import typer
@@ -21,6 +21,7 @@ from kvjax.memory.sizes import weight_bytes
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import layer_windows
 from kvjax.policies.presets import parse_policy
+from kvjax.sampling.params import SamplingKeywords
 
 
 def bench(
@@ -45,10 +46,7 @@ def bench(
     ] = None,
     quantization: options.Quantization,
     sliding_window: options.SlidingWindow,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
+    drawing: options.DrawOptions,
     steps: Annotated[int, typer.Option(help="Steps to time together, at most 128.")] = 32,
     repeats: Annotated[int, typer.Option(help="Repeats; the median is shown.")] = 5,
     prefill: Annotated[bool, typer.Option(help="Time prefill too.")] = True,
@@ -86,11 +84,8 @@ def bench(
         steps=steps,
         repeats=repeats,
         prefill=prefill,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
         callback=lambda line: typer.echo(line, err=True),
+        **cast(SamplingKeywords, drawing),
     )
     name = model or shape or "the embedded model"
     if plot is not None:

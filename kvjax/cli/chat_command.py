@@ -34,14 +34,7 @@ def chat(
     max_new_tokens: Annotated[
         int | None, typer.Option(help="Tokens of an answer, at most; by default 512.")
     ] = None,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="By default 0, which always takes the likeliest token."),
-    ] = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
+    sampling: options.SamplingOptions,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
     stop: options.Stop = None,
     max_len: Annotated[
@@ -72,18 +65,13 @@ def chat(
         "system": system,
         "template": template,
         "max_new_tokens": max_new_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
         "seed": seed,
         "stop": stop or None,
         "max_len": max_len,
         "on_full": on_full,
     }
     # A saved chat keeps its settings, except those that are given.
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = {name: value for name, value in settings.items() if value is not None} | sampling
     drafting.check()
     use_compilation_cache()
     import kvjax

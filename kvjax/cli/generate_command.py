@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -45,10 +45,7 @@ def generate(
     ] = None,
     model: options.ModelOptions,
     max_new_tokens: Annotated[int, typer.Option(help="Stop after this many new tokens.")] = 128,
-    min_new_tokens: Annotated[
-        int, typer.Option(help="Do not end the text before this many new tokens.")
-    ] = 0,
-    sampling: options.Sampling,
+    sampling: options.SamplingOptions,
     logit_bias: options.LogitBias = None,
     n: Annotated[int, typer.Option("--n", "-n", help="Number of texts.")] = 1,
     best_of: Annotated[
@@ -109,16 +106,7 @@ def generate(
     policy = cache_policy(cache, quantization, sliding_window, offloading)
     settings: GenerateKeywords = {
         "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "temperature": sampling.temperature,
-        "top_k": sampling.top_k,
-        "top_p": sampling.top_p,
-        "min_p": sampling.min_p,
-        "typical_p": sampling.typical_p,
-        "repetition_penalty": sampling.repetition_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
-        "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
+        **cast(GenerateKeywords, sampling),
         "logit_bias": _parse_logit_bias(logit_bias or ()),
         "logprobs": logprobs,
         "n": n,

@@ -7,10 +7,10 @@ A group is a dataclass whose fields are options. A command takes it as one param
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import typer
 from jax.sharding import Mesh as JaxMesh
@@ -24,6 +24,7 @@ from kvjax.generation.results import GenerationResult
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.shapes import SHAPES
 from kvjax.policies.presets import PolicyChoice, parse_policy
+from kvjax.sampling.params import PARAMS, SamplingKeywords, SamplingParams
 
 Model = Annotated[
     str | None,
@@ -42,18 +43,6 @@ Cache = Annotated[
         help="The cache policy, as NAME or NAME,SETTING=VALUE,...: static, dynamic, "
         "sliding_window, hybrid, quantized, offloaded, offloaded_static, auto or paged."
     ),
-]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token.")]
-TopK = Annotated[int | None, typer.Option(help="Sample from the k likeliest tokens.")]
-TopP = Annotated[
-    float | None,
-    typer.Option(help="Sample from the likeliest tokens whose probabilities add up to p."),
-]
-MinP = Annotated[
-    float | None, typer.Option(help="Sample from tokens at least p times as likely as the best.")
-]
-RepetitionPenalty = Annotated[
-    float | None, typer.Option(help="Above 1, tokens that occurred before become less likely.")
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -169,30 +158,32 @@ def cache_policy(
     return parse_policy(cache, **settings)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How tokens are sampled; the fields are keywords of ``kvjax.generate``."""
+class SamplingOptions(dict[str, float]):
+    """The sampling parameters that were given, as keywords of ``kvjax.generate``."""
 
-    temperature: Temperature = 0.0
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    typical_p: Annotated[
-        float | None,
-        typer.Option(help="Sample from the most typical tokens whose probabilities add up to p."),
-    ] = None
-    repetition_penalty: RepetitionPenalty = None
-    frequency_penalty: Annotated[
-        float | None,
-        typer.Option(help="Lower a token's logit each time it is generated: -2 to 2."),
-    ] = None
-    presence_penalty: Annotated[
-        float | None,
-        typer.Option(help="Lower a token's logit once it has been generated: -2 to 2."),
-    ] = None
-    no_repeat_ngram_size: Annotated[
-        int | None, typer.Option(help="Repeat no sequence of this many tokens in prompt and text.")
-    ] = None
+    keywords: Collection[str] = PARAMS.keys()
+
+
+class DrawOptions(SamplingOptions):
+    """``SamplingOptions``, without those that change logits before the draw."""
+
+    keywords = SamplingKeywords.__annotations__.keys()
+
+
+def _sampling_option(name: str) -> inspect.Parameter:
+    """The option of a sampling parameter; None if it is not given."""
+    default = getattr(SamplingParams, name)
+    text = PARAMS[name].help.split(". ")[0].removesuffix(".") + "."
+    if default is not None:
+        text += f"  [default: {default}]"
+    option = typer.Option(help=text)
+    hint = get_type_hints(SamplingParams)[name]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[hint | None, option],
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -378,23 +369,29 @@ def as_command(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         group = parameter.annotation
-        if not dataclasses.is_dataclass(group):
+        if isinstance(group, type) and issubclass(group, SamplingOptions):
+            own = [_sampling_option(name) for name in group.keywords]
+        elif dataclasses.is_dataclass(group):
+            own = [
+                inspect.Parameter(
+                    field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
+                )
+                for field in dataclasses.fields(group)
+            ]
+        else:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
             continue
-        groups[parameter.name] = group
-        parameters += [
-            inspect.Parameter(
-                field.name, parameter.KEYWORD_ONLY, default=field.default, annotation=field.type
-            )
-            for field in dataclasses.fields(group)
-        ]
+        groups[parameter.name] = group, [each.name for each in own]
+        parameters += own
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
         values = {k: expand_user(x) if isinstance(x, Path) else x for k, x in values.items()}
-        for name, group in groups.items():
-            fields = [field.name for field in dataclasses.fields(group)]
-            values[name] = group(**{field: values.pop(field) for field in fields})
+        for name, (group, fields) in groups.items():
+            given = {field: values.pop(field) for field in fields}
+            if issubclass(group, SamplingOptions):
+                given = {field: value for field, value in given.items() if value is not None}
+            values[name] = group(**given)
         command(**values)
 
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

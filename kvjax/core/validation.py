@@ -45,20 +45,26 @@ def short_repr(value: object) -> str:
 
 
 def as_list(name: str, value: Any, expected: str) -> list[Any]:
-    """``list(value)``, or a ``ValueError`` with the argument's name if it is not iterable."""
+    """``list(value)``, or an ``ArgumentError`` if it is not iterable."""
     try:
         return list(value)
     except TypeError:
-        raise ValueError(f"{name} must be {expected}, got {short_repr(value)}") from None
+        raise _argument_error(name, expected, value) from None
+
+
+def _argument_error(name: str, expected: str, value: object) -> ValueError:
+    """The error for an argument; ``name`` may be a phrase that ends with the argument's name."""
+    message = f"{name} must be {expected}, got {short_repr(value)}"
+    return ArgumentError(message, param=name.split()[-1])
 
 
 def as_int(name: str, value: object, least: int, most: int | None = None) -> int:
-    """``value`` as an int, or a ``ValueError`` if it is no integer between the limits."""
+    """``value`` as an int, or an ``ArgumentError`` if it is no integer between the limits."""
     value = as_python(value)
     if most is not None and isinstance(value, int) and value > most:
-        raise ValueError(f"{name} must be at most {most:,}, got {short_repr(value)}")
+        raise _argument_error(name, f"at most {most:,}", value)
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise ValueError(f"{name} must be an integer >= {least}, got {short_repr(value)}")
+        raise _argument_error(name, f"an integer >= {least}", value)
     return int(value)
 
 
@@ -85,10 +91,10 @@ def normalize_int_field(
 
 
 def as_bool(name: str, value: object) -> bool:
-    """``value`` as a bool, or a ``ValueError`` if it is neither True nor False."""
+    """``value`` as a bool, or an ``ArgumentError`` if it is neither True nor False."""
     value = as_python(value)
     if not isinstance(value, bool):
-        raise ValueError(f"{name} must be True or False, got {short_repr(value)}")
+        raise _argument_error(name, "True or False", value)
     return value
 
 
@@ -158,6 +164,17 @@ def check_not_symbolic(what: str, shape: tuple[object, ...]) -> None:
 
 class KvjaxError(Exception):
     """Base class of kvjax's exceptions."""
+
+
+class ArgumentError(KvjaxError, ValueError):
+    """An argument is wrong: ``param`` is its name, and the message says what is allowed."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (str(self), self.param)
 
 
 class CheckpointError(KvjaxError, ValueError):

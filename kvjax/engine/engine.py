@@ -17,7 +17,7 @@ from kvjax.engine.drafts import DraftPlanner
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.model_runner import ModelRunner, replacement_params
 from kvjax.engine.pool_config import DEFAULT_ROWS, engine_pool_config, max_sequence_length
-from kvjax.engine.request import Request, RequestParams, parse_request
+from kvjax.engine.request import Request, RequestOptions, RequestParams, parse_request
 from kvjax.engine.results import InFlightStep, InFlightSteps
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.speculative import SpeculativeDecoder
@@ -27,6 +27,7 @@ from kvjax.generation.best_of import best_rows
 from kvjax.generation.drafts.draft_model import DraftChoice, resolve_draft
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import check_model
+from kvjax.generation.options import explicit_signature
 from kvjax.generation.results import Timer
 from kvjax.memory.limits import InferenceLimits
 from kvjax.policies.presets import PolicyChoice
@@ -166,6 +167,7 @@ class Engine:
             programs = self._runner.compile() + self._speculative.compile()
         return Compiled(time.perf_counter() - start, programs, timer.compilations, None)
 
+    @explicit_signature(RequestParams, RequestOptions)
     def submit(
         self,
         prompt: str | Sequence[int],
@@ -179,10 +181,9 @@ class Engine:
           prompt: a text, or token ids.
           callback: called with the handle, in the thread of ``step``, when the request has new
             output or has ended.
-          max_new_tokens, min_new_tokens, stop, eos_token_ids: as for ``generate``.
-          temperature, top_k, top_p, min_p, typical_p, logit_bias: as for ``generate``.
-          repetition_penalty, frequency_penalty, presence_penalty: as for ``generate``.
-          no_repeat_ngram_size: as for ``generate``.
+          max_new_tokens, stop, eos_token_ids: as for ``generate``.
+          {sampling parameters}
+          logit_bias: as for ``generate``.
           seed: the seed of the request's random numbers.
           logprobs: report the log-probability of each new token, and this many of the likeliest
             tokens, at most 20.
@@ -211,10 +212,15 @@ class Engine:
         self._inbox.append(lambda: self._scheduler.waiting.add(handle))
         return handle
 
+    @explicit_signature(RequestParams, RequestOptions)
     def check(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Request:
         """The request that ``submit`` would add, or the ``ValueError`` that it would raise."""
         return parse_request(
-            self._draft_planner, self.pool_config, self._runner.count, prompt, **settings
+            self._draft_planner,
+            self.pool_config,
+            self._runner.count,
+            prompt,
+            RequestOptions(**settings),
         )
 
     def cancel(self, handle: Handle) -> None:

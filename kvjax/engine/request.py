@@ -1,11 +1,11 @@
 """A request of an engine: its parameters, checked before it waits for a row."""
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
-from kvjax.core.validation import as_int, as_python, short_repr
+from kvjax.core.validation import ArgumentError, as_int, as_python, short_repr
 from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
 from kvjax.generation.beams.config import SearchConfig, resolve_search
 from kvjax.generation.drafts.draft_model import DraftModel, PromptLookup
@@ -22,7 +22,14 @@ from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.pool import CacheGroup
 from kvjax.prefixes.pool_config import PoolConfig
 from kvjax.prefixes.radix import checked_name
-from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+from kvjax.sampling.params import (
+    Filters,
+    PenaltyKeywords,
+    SamplingArrays,
+    SamplingKeywords,
+    SamplingParams,
+    prepare_sampling,
+)
 from kvjax.sampling.scores import MAX_LOGPROBS
 
 MAX_EOS_TOKENS = 16
@@ -31,21 +38,10 @@ MAX_BIASED_TOKENS = 304
 """Maximum number of tokens in a request's ``logit_bias``."""
 
 
-class RequestParams(TypedDict, total=False):
+class RequestParams(SamplingKeywords, PenaltyKeywords, total=False):
     """The keywords of ``Engine.submit``."""
 
     max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    typical_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    no_repeat_ngram_size: int | None
-    logit_bias: Mapping[int, float] | None
-    min_new_tokens: int
     seed: int
     stop: str | Sequence[str] | None
     eos_token_ids: int | Sequence[int] | None
@@ -60,6 +56,27 @@ class RequestParams(TypedDict, total=False):
     n: int
     length_penalty: float
     early_stopping: bool | Literal["never"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions(SamplingParams):
+    """The values of all keywords of ``Engine.submit``, with their defaults."""
+
+    max_new_tokens: int = 64
+    seed: int = 0
+    stop: str | Sequence[str] | None = None
+    eos_token_ids: int | Sequence[int] | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    guide: Guide | None = None
+    draft: PromptLookup | str | None = ENGINE_DRAFT
+    tenant: Hashable = None
+    priority: int = 0
+    deadline: float | None = None
+    num_beams: int = 1
+    n: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,115 +129,68 @@ def parse_request(
     pool_config: PoolConfig,
     rows: int,
     prompt: str | Sequence[int],
-    *,
-    max_new_tokens: int = 64,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
-    repetition_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    no_repeat_ngram_size: int | None = None,
-    logit_bias: Mapping[int, float] | None = None,
-    min_new_tokens: int = 0,
-    seed: int = 0,
-    stop: str | Sequence[str] | None = None,
-    eos_token_ids: int | Sequence[int] | None = None,
-    logprobs: int | None = None,
-    prompt_logprobs: int | None = None,
-    guide: Guide | None = None,
-    draft: PromptLookup | str | None = ENGINE_DRAFT,
-    tenant: Hashable = None,
-    priority: int = 0,
-    deadline: float | None = None,
-    num_beams: int = 1,
-    n: int = 1,
-    length_penalty: float = 1.0,
-    early_stopping: bool | Literal["never"] = False,
+    options: RequestOptions,
 ) -> Request:
     """The request with these arguments of ``Engine.submit``, for an engine with this many ``rows``.
 
     Raises:
-      ValueError: naming the argument, its value and the limit.
+      ArgumentError: naming the argument, its value and the limit.
     """
     lm = planner.lm
     (tokens,) = tokenize_prompts(lm, [prompt], [])  # type: ignore[list-item]
-    max_new = as_int("max_new_tokens", max_new_tokens, 1)
-    min_new = as_int("min_new_tokens", min_new_tokens, 0)
+    max_new = as_int("max_new_tokens", options.max_new_tokens, 1)
+    min_new = as_int("min_new_tokens", options.min_new_tokens, 0)
     if min_new > max_new:
-        raise ValueError(f"min_new_tokens is {min_new}, more than max_new_tokens={max_new}")
+        message = f"min_new_tokens is {min_new}, more than max_new_tokens={max_new}"
+        raise ArgumentError(message, param="min_new_tokens")
     max_length = positions_needed(len(tokens), max_new)
     if max_length > pool_config.max_len:
         name = "rotary_len" if pool_config.max_len == pool_config.rotary_len else "max_seq_len"
-        raise ValueError(
+        message = (
             f"the prompt has {len(tokens)} tokens; with max_new_tokens={max_new} they need "
             f"{max_length} positions, but the engine's {name} is {pool_config.max_len}"
         )
-    eos = parse_eos_token_ids(lm, eos_token_ids)
+        raise ArgumentError(message, param="max_new_tokens")
+    eos = parse_eos_token_ids(lm, options.eos_token_ids)
+    guide = options.guide
     if guide is not None:
         check_guide(guide, eos, min_new)
-    bias = parse_logit_bias(lm.config, logit_bias)
+    bias = parse_logit_bias(lm.config, options.logit_bias)
     _check_count("eos_token_ids", len(eos), MAX_EOS_TOKENS)
     _check_count("logit_bias", len(bias), MAX_BIASED_TOKENS)
-    deadline, priority = as_python(deadline), as_python(priority)
+    deadline, priority = as_python(options.deadline), as_python(options.priority)
     if deadline is not None and not (isinstance(deadline, int | float) and 0 < deadline < math.inf):
-        raise ValueError(
-            f"deadline must be a number of seconds above 0, got {short_repr(deadline)}"
-        )
+        message = f"deadline must be a number of seconds above 0, got {short_repr(deadline)}"
+        raise ArgumentError(message, param="deadline")
     if isinstance(priority, bool) or not isinstance(priority, int):
-        raise ValueError(f"priority must be an integer, got {short_repr(priority)}")
-    options: Any = GenerationOptions(
-        n=n,
-        num_beams=num_beams,
-        length_penalty=length_penalty,
-        early_stopping=early_stopping,
-        temperature=temperature,
-        stop=stop,
-        guide=guide,  # type: ignore[arg-type]
-        draft=None if isinstance(draft, str) and draft == ENGINE_DRAFT else draft,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-    )
-    filters, sampling = prepare_sampling(
-        seeds=[seed],
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical_p=typical_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        no_repeat_ngram_size=no_repeat_ngram_size,
-        min_new_tokens=min_new,
-        eos_token_ids=eos,
-        logit_bias=bias,
-    )
+        message = f"priority must be an integer, got {short_repr(priority)}"
+        raise ArgumentError(message, param="priority")
+    options = replace(options, min_new_tokens=min_new, logit_bias=bias)
+    filters, sampling = options.prepare([options.seed], eos)
     search = _parse_search(options, filters, len(eos), rows)
     if search is not None:
         # The host chooses the tokens of beams, so their rows need no end tokens and no filters.
-        sampling = prepare_sampling(seeds=[seed])[1]
+        sampling = prepare_sampling(seeds=[options.seed])[1]
     for number, group in enumerate(pool_config.groups):
-        pages = _max_pages(group, len(tokens), max_length, num_beams)
+        pages = _max_pages(group, len(tokens), max_length, options.num_beams)
         if pages > (pool := group.page_group.layout.pool or 0):
-            raise ValueError(
+            message = (
                 f"prompt and max_new_tokens may need {pages} pages of pool {number}, which has "
                 f"{pool}"
             )
-    plan = planner.plan(draft, guide, num_beams)
+            raise ArgumentError(message, param="max_new_tokens")
+    plan = planner.plan(options.draft, guide, options.num_beams)
     by_model = plan is not None and isinstance(plan.draft, DraftModel)
     return Request(
         tokens=tokens,
         max_new_tokens=max_new,
         min_new_tokens=min_new,
         eos=frozenset(eos),
-        stops=parse_stop(lm, stop),
+        stops=parse_stop(lm, options.stop),
         sampling=sampling,
-        logprobs=parse_logprobs(lm.config, logprobs),
-        prompt_logprobs=parse_logprobs(lm.config, prompt_logprobs, name="prompt_logprobs"),
-        tenant=checked_name("tenant", tenant),
+        logprobs=parse_logprobs(lm.config, options.logprobs),
+        prompt_logprobs=parse_logprobs(lm.config, options.prompt_logprobs, name="prompt_logprobs"),
+        tenant=checked_name("tenant", options.tenant),
         priority=priority,
         deadline=deadline,
         needs_history=filters.needs_seen or filters.needs_tokens or by_model,
@@ -232,34 +202,50 @@ def parse_request(
 
 def _check_count(name: str, count: int, limit: int) -> None:
     if count > limit:
-        raise ValueError(f"{name} has {count} tokens, but an engine takes at most {limit}")
+        message = f"{name} has {count} tokens, but an engine takes at most {limit}"
+        raise ArgumentError(message, param=name)
 
 
 def _parse_search(
-    options: GenerationOptions, filters: Filters, eos_tokens: int, rows: int
+    options: RequestOptions, filters: Filters, eos_tokens: int, rows: int
 ) -> SearchConfig | None:
     """The beam search of a request; None for a single sequence.
 
     Raises:
-      ValueError: for beams that do not fit the engine, or options that do not work with beams.
+      ArgumentError: for beams that do not fit the engine, or options that do not work with beams.
     """
-    beams, search = resolve_search(options)
+    draft = options.draft
+    beams, search = resolve_search(
+        GenerationOptions(
+            n=options.n,
+            num_beams=options.num_beams,
+            length_penalty=options.length_penalty,
+            early_stopping=options.early_stopping,
+            temperature=options.temperature,
+            stop=options.stop,
+            draft=None if isinstance(draft, str) and draft == ENGINE_DRAFT else draft,
+        )
+    )
     if search is None:
         if beams > 1:
-            raise ValueError(
+            message = (
                 f"n is {beams}, but num_beams is 1: submit one request for each sample, or use "
                 "Engine.best_of"
             )
+            raise ArgumentError(message, param="n")
         return None
     if beams > rows:
-        raise ValueError(f"num_beams is {beams}, but the engine has only {rows} rows")
+        message = f"num_beams is {beams}, but the engine has only {rows} rows"
+        raise ArgumentError(message, param="num_beams")
     if beams + eos_tokens > MAX_LOGPROBS:
-        raise ValueError(
+        message = (
             f"num_beams is {beams} and eos_token_ids has {eos_tokens} tokens: together they may be "
             f"at most {MAX_LOGPROBS}, the number of candidates that a beam search in an engine sees"
         )
+        raise ArgumentError(message, param="num_beams")
     if options.guide is not None and not hasattr(options.guide, "copy"):
-        raise ValueError("num_beams needs a guide with copy(), one copy for each beam")
+        message = "num_beams needs a guide with copy(), one copy for each beam"
+        raise ArgumentError(message, param="guide")
     for name, value in (
         ("logit_bias", filters.bias),
         ("repetition_penalty", filters.repetition_penalty),
@@ -268,10 +254,11 @@ def _parse_search(
         ("no_repeat_ngram_size", filters.ngrams),
     ):
         if value:
-            raise ValueError(
+            message = (
                 f"{name} does not work with num_beams in an engine: it may raise tokens that are "
                 f"not among the {MAX_LOGPROBS} likeliest"
             )
+            raise ArgumentError(message, param=name)
     return search
 
 

@@ -58,18 +58,8 @@ def generate(
       rotary_len: the length that these frequencies are computed for, instead of ``max_len``.
       seed: row ``i`` draws with ``seed + i``; or a list with one seed per row. The draws of a row
         do not depend on other rows.
-      temperature, top_k, top_p, min_p, typical_p: the distribution that tokens are drawn from.
-        ``temperature`` divides the logits, and 0 is greedy. The others keep the k most likely
-        tokens, the fewest that hold a share of the probability, those at least ``min_p`` times as
-        likely as the most likely one, or the locally typical ones. None disables each.
-      repetition_penalty, frequency_penalty, presence_penalty: make tokens that occurred less
-        likely. The first counts these prompts and the new tokens, the other two the new tokens
-        only. Tokens in a given cache have no effect.
-      no_repeat_ngram_size: no n-gram of this length occurs twice in a row's prompt and new tokens.
+      {sampling parameters}
       logit_bias: numbers, by token id, that are added to the logits of these tokens.
-      min_new_tokens: no end-of-text token before a row has this many new tokens. A stop string
-        counts only if a later token completes it. These tokens are kept even if the text ends
-        before them.
       stop: strings that end a row; its text ends before them.
       eos_token_ids: tokens that end a row; by default the checkpoint's. These and the
         decoder's start token are the only values that kvjax takes from ``generation_config.json``.

@@ -5,7 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from kvjax.core.validation import as_int, as_list, as_python, check_unicode, short_repr
+from kvjax.core.validation import (
+    ArgumentError,
+    as_int,
+    as_list,
+    as_python,
+    check_unicode,
+    short_repr,
+)
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.scores import MAX_LOGPROBS
@@ -30,20 +37,22 @@ def tokenize_prompts(
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
-        raise ValueError(f"{_PROMPTS}, got {short_repr(prompts)}") from None
+        raise ArgumentError(f"{_PROMPTS}, got {short_repr(prompts)}", param="prompts") from None
     if not entries:
-        raise ValueError("no prompts: the list is empty")
+        raise ArgumentError("no prompts: the list is empty", param="prompts")
     rows = []
     for number, entry in enumerate(entries):
         if isinstance(entry, str):
             if lm.tokenizer is None:
-                raise ValueError("the model has no tokenizer: give prompts as lists of token ids")
+                message = "the model has no tokenizer: give prompts as lists of token ids"
+                raise ArgumentError(message, param="prompts")
             continues = number < len(cache_lengths) and cache_lengths[number] > 0
             ids = lm.tokenizer.encode(entry, add_special_tokens=not continues)
         else:
             ids = _as_token_ids(entry, f"{what} {number}")
         if not ids:
-            raise ValueError(f"{what} {number} is empty: give at least one token")
+            message = f"{what} {number} is empty: give at least one token"
+            raise ArgumentError(message, param=what.split()[0])
         check_token_ids(lm.config, ids, f"{what} {number}")
         rows.append(ids)
     return rows
@@ -55,9 +64,10 @@ def _as_token_ids(entry: Any, name: str) -> list[int]:
     except (TypeError, ValueError):  # lists of uneven lengths, and objects without an array form
         ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
-        raise ValueError(
+        message = (
             f"{name} must be a text or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
         )
+        raise ArgumentError(message, param=name.split()[0])
     return ids.tolist()
 
 
@@ -65,10 +75,11 @@ def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str) -> None:
     """Raise ``ValueError`` for a token id outside the vocabulary."""
     for i in ids:
         if not 0 <= i < config.vocab_size:
-            raise ValueError(
+            message = (
                 f"{name}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
                 f"tokens, 0 to {config.vocab_size - 1}"
             )
+            raise ArgumentError(message, param=name.split()[0])
 
 
 def parse_logit_bias(
@@ -76,7 +87,8 @@ def parse_logit_bias(
 ) -> dict[int, float]:
     """The numbers that are added to logits, by token id."""
     if not isinstance(logit_bias, Mapping | None):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}")
+        message = f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}"
+        raise ArgumentError(message, param="logit_bias")
     biases = {
         as_int("a token of logit_bias", token, 0): bias
         for token, bias in (logit_bias or {}).items()
@@ -95,7 +107,8 @@ def parse_logprobs(
         return None
     count = as_int(name, 0 if logprobs is True else logprobs, 0)
     if count > MAX_LOGPROBS:
-        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {count}")
+        message = f"{name} must be at most {MAX_LOGPROBS}, got {count}"
+        raise ArgumentError(message, param=name)
     return min(count, config.vocab_size)
 
 
@@ -106,7 +119,8 @@ def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
         return [seed + row for row in range(rows)]
     seeds = as_list("seed", seed, "an integer, or one per row")
     if len(seeds) != rows:
-        raise ValueError(f"{len(seeds)} seeds for {rows} rows: give one number, or one per row")
+        message = f"{len(seeds)} seeds for {rows} rows: give one number, or one per row"
+        raise ArgumentError(message, param="seed")
     return [as_python(each) for each in seeds]
 
 
@@ -132,12 +146,10 @@ def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str
     )
     for text in stops:
         if not isinstance(text, str) or not text:
-            raise ValueError(
-                f"a stop string must have at least one character, got {short_repr(text)}"
-            )
+            message = f"a stop string must have at least one character, got {short_repr(text)}"
+            raise ArgumentError(message, param="stop")
         check_unicode("a stop string", text)
     if stops and lm.tokenizer is None:
-        raise ValueError(
-            "the model has no tokenizer, so stop strings can't be found: leave out stop="
-        )
+        message = "the model has no tokenizer, so stop strings can't be found: leave out stop="
+        raise ArgumentError(message, param="stop")
     return stops

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypedDict, TypeVar
@@ -16,7 +17,13 @@ from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
-from kvjax.sampling.params import PenaltyKeywords, SamplingKeywords, SamplingParams
+from kvjax.sampling.history import LogitsHook
+from kvjax.sampling.params import (
+    PenaltyKeywords,
+    SamplingKeywords,
+    SamplingParams,
+    describe_params,
+)
 
 CacheChoice = PolicyChoice | KVCache
 
@@ -32,6 +39,7 @@ class DecodingKeywords(SamplingKeywords, PenaltyKeywords, total=False):
     logprobs: int | bool | None
     draft: DraftChoice | None
     guide: GuideChoice | None
+    logits_hook: LogitsHook | None
 
 
 class CompileKeywords(DecodingKeywords, total=False):
@@ -104,10 +112,20 @@ class GenerationOptions(SamplingParams):
             raise ValueError(f"prefix_cache must be a PrefixTree, got {self.prefix_cache!r:.80}")
 
 
-def explicit_signature(keywords: type) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+def explicit_signature(
+    keywords: type, options_class: type = GenerationOptions, **defaults: object
+) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
     """A decorator for functions with ``**settings: Unpack[keywords]``: puts the names and defaults
-    of these keywords into the signature, for ``help``. Unknown keywords raise ``TypeError``."""
-    options = inspect.signature(GenerationOptions).parameters
+    of these keywords into the signature, for ``help``. Unknown keywords raise ``TypeError``.
+
+    A line ``{sampling parameters}`` of the docstring becomes the description of those among them.
+
+    Args:
+      options_class: a dataclass with the keywords and their defaults.
+      defaults: the function's own defaults.
+    """
+    options = dict(inspect.signature(options_class).parameters)
+    options |= {name: options[name].replace(default=value) for name, value in defaults.items()}
 
     def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
         own = inspect.signature(call)
@@ -123,6 +141,12 @@ def explicit_signature(keywords: type) -> Callable[[Callable[_P, _T]], Callable[
             return call(*args, **kwargs)
 
         vars(wrapped)["__signature__"] = signature
+        wrapped.__doc__ = re.sub(
+            r"^( +)\{sampling parameters\}$",
+            lambda line: describe_params(names, len(line[1])),
+            call.__doc__ or "",
+            flags=re.MULTILINE,
+        )
         return wrapped
 
     return decorate

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,18 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.core.validation import INT32_MAX, as_int, as_list, is_traced
+from kvjax.core.validation import INT32_MAX, ArgumentError, as_int, as_list, is_traced
 from kvjax.generation.capacity import choose_capacity
 from kvjax.generation.inputs import Prompts, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model
+from kvjax.generation.options import explicit_signature
 from kvjax.generation.request import padded_width
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select
 from kvjax.policies.presets import PolicyChoice
 from kvjax.sampling.filters import Logits
-from kvjax.sampling.params import Filters, SamplingArrays, prepare_sampling
+from kvjax.sampling.params import Filters, SamplingArrays, SamplingKeywords, prepare_sampling
 from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import take_tokens
 
@@ -55,6 +56,7 @@ class Scored:
         return jnp.sum(self.logprobs, axis=1)
 
 
+@explicit_signature(SamplingKeywords, temperature=1.0)
 @allow_host_to_device
 def score(
     lm: LanguageModel,
@@ -62,12 +64,8 @@ def score(
     continuations: Continuations,
     *,
     cache: PolicyChoice = "static",
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    typical_p: float | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
+    **sampling: Unpack[SamplingKeywords],
 ) -> Scored:
     """Log-probabilities of continuations of prompts. Each prompt is processed once for all its
     continuations.
@@ -80,8 +78,8 @@ def score(
       lm, prompts: as for ``generate``.
       continuations: for each prompt a text or a list of token ids, or a list of several of these.
       cache: a policy, or its name.
-      temperature, top_k, top_p, min_p, typical_p: of the distribution for
-        ``Scored.sampling_logprobs``.
+      sampling: the distribution for ``Scored.sampling_logprobs``, as for ``generate``;
+        ``temperature`` is 1 by default. Without ``xtc_probability``, whose effect depends on the seed of each draw.
       prefill_chunk: the most tokens of prompts and continuations that are processed together.
 
     Returns:
@@ -95,6 +93,9 @@ def score(
     """
     check_model(lm, inside=True)
     chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
+    if sampling.get("xtc_probability"):
+        message = "score can't use xtc_probability: its effect depends on the seed of each draw"
+        raise ArgumentError(message, param="xtc_probability")
     rows = tokenize_prompts(lm, prompts, [])
     if isinstance(continuations, str):
         continuations = [continuations]
@@ -117,18 +118,12 @@ def score(
         kv_cache = select(kv_cache, prompt_of.tolist())
     # No logits after the last token of a continuation are needed.
     after, _ = _process(lm, kv_cache, [ids[:-1] for ids in new], chunk, last_only=False)
-    filters, sampling = prepare_sampling(
-        seeds=[0] * len(new),
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        typical_p=typical_p,
-    )
     logits = last[prompt_of]
     logits = logits if after is None else jnp.concatenate([logits, after], axis=1)
     tokens, lengths = _pad(new, logits.shape[1])
-    logprobs, drawn = _score_tokens(filters, sampling, logits, jnp.asarray(tokens), lengths)
+    with_temperature: SamplingKeywords = {"temperature": 1.0, **sampling}
+    filters, arrays = prepare_sampling(seeds=[0] * len(new), **with_temperature)
+    logprobs, drawn = _score_tokens(filters, arrays, logits, jnp.asarray(tokens), lengths)
     return Scored(
         jnp.asarray(tokens[:, :most]), jnp.asarray(lengths), logprobs[:, :most], drawn[:, :most]
     )

@@ -1,7 +1,7 @@
 """``rollout``: generation as one program, whose parameters are an argument."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
@@ -49,24 +49,24 @@ from kvjax.policies.model_config import (
 )
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.rollouts.results import Rollout
-from kvjax.sampling.history import TokenHistory
-from kvjax.sampling.params import Filters, SamplingArrays, SamplingKeywords, prepare_sampling
+from kvjax.sampling.history import LogitsHook, TokenHistory
+from kvjax.sampling.params import (
+    Filters,
+    PenaltyKeywords,
+    SamplingArrays,
+    SamplingKeywords,
+    prepare_sampling,
+)
 
 
-class RolloutSettings(SamplingKeywords, total=False):
+class RolloutSettings(SamplingKeywords, PenaltyKeywords, total=False):
     """How tokens are sampled. Hooks and the kinds of filters are compiled into the program."""
 
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    no_repeat_ngram_size: int | None
-    logit_bias: Any
-    min_new_tokens: int
-    eos_token_ids: Any
-    logits_hook: Any
+    eos_token_ids: int | Sequence[int] | None
+    logits_hook: LogitsHook | None
 
 
-@explicit_signature(RolloutSettings)
+@explicit_signature(RolloutSettings, temperature=1.0)
 @without_mesh_context
 @automatic_axes
 def rollout(
@@ -105,7 +105,7 @@ def rollout(
         is donated. Without it, an empty cache is made; the program is the same.
       put: True if the parameters have other dtypes or shardings than the model's, as a trainer's
         may have: they are passed through ``lm.put``. Or a function that converts them.
-      temperature: 1 by default. Temperature, filters and ``logits_hook`` are as for ``generate``.
+      settings: as for ``generate``, but ``temperature`` is 1 by default.
 
     Raises:
       ValueError: as ``generate``; if the parameters don't match the model's, or the buffer has

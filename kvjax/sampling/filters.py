@@ -147,6 +147,21 @@ def keep_typical(logits: Logits, p: Array | float) -> Logits:
     return _keep(logits, ranked_by_typicality(logits, p))
 
 
+def exclude_top_choices(
+    logits: Logits, threshold: Array | float, exclude: RowMask, kept: Int[Array, "batch n"]
+) -> Logits:
+    """In the rows of ``exclude``, drop the tokens with a probability above ``threshold``, except
+    the least likely of them. The tokens ``kept`` are never dropped.
+
+    Source: https://github.com/oobabooga/text-generation-webui/pull/6335, in the form of mlx-lm.
+    """
+    probabilities = jax.nn.softmax(logits, axis=-1)
+    top = probabilities > _column(threshold)
+    least = jnp.min(jnp.where(top, probabilities, jnp.inf), axis=-1, keepdims=True)
+    dropped = set_at(top & (probabilities > least) & exclude[:, None], kept, False)
+    return jnp.where(dropped, -jnp.inf, logits)
+
+
 class Ranking(NamedTuple):
     """A filter as a ranking of tokens. It keeps a token if the ``weights`` of all tokens ranked
     higher (with larger ``ordered``) sum to less than ``limit``."""

@@ -2,18 +2,20 @@
 
 To add a parameter that takes a number:
 
-1. Here, declare it as a field of ``SamplingParams``. Add its type to ``PenaltyKeywords``, its array
-   to ``SamplingArrays``, and a flag for its step to ``Filters``.
+1. Here, declare it as a field of ``SamplingParams``. Add its type to ``SamplingKeywords`` or
+   ``PenaltyKeywords``, its array to ``SamplingArrays``, and a flag for its step to ``Filters``.
 2. In ``kvjax.sampling.filters``, write the step as a function of logits.
 3. In ``kvjax.sampling.sampler``, apply the step where it belongs in the order.
 4. In ``tests/test_sampling.py``, compare it with a NumPy version.
 
-``generate``, ``stream``, ``generate_batches``, ``compile`` and chats then accept it as a keyword.
+``generate`` and its relatives, chats, rollouts, ``score``, engines, the server, the commands, their
+help and the reference take it from there.
 """
 
 import math
 import numbers
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
@@ -22,7 +24,7 @@ import numpy as np
 
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array
-from kvjax.core.validation import as_python, short_repr
+from kvjax.core.validation import ArgumentError, as_python, short_repr
 from kvjax.sampling.history import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
@@ -40,9 +42,10 @@ class Param:
     """The declaration of a parameter that takes a number.
 
     Attributes:
-      help: what the parameter does.
+      help: what the parameter does; the first sentence is the help of the command-line option.
       range: the allowed values, in words.
       allowed: whether a value is in this range.
+      example: a usual value, for the reference and for tests.
       neutral: the array value that changes nothing. Its dtype is the array's dtype.
       step: the flag of ``Filters`` that enables the step; "" for none.
       draws: whether the parameter is ignored when decoding is greedy.
@@ -52,6 +55,7 @@ class Param:
     help: str
     range: str
     allowed: Callable[[Any], bool]
+    example: float
     neutral: np.generic
     step: str
     draws: bool = False
@@ -92,10 +96,10 @@ class SamplingParams:
 
     temperature: float = _param(
         0.0,
-        help="Divides the logits. 0 is greedy: the most likely token, whatever top_k, top_p, min_p "
-        "and typical_p are.",
+        help="Divides the logits before the draw; 0 always takes the most likely token.",
         range="a finite number, at least 0",
         allowed=lambda x: 0 <= x < math.inf,
+        example=0.7,
         neutral=np.float32(0),
         step="",
         # Processors may flush subnormal numbers to 0, so these are greedy too.
@@ -106,6 +110,7 @@ class SamplingParams:
         help="Draw among the k most likely tokens.",
         range="an integer >= 1",
         allowed=lambda x: _is_whole(x, 1),
+        example=20,
         neutral=NO_TOKEN,
         step="top_k",
         draws=True,
@@ -116,6 +121,7 @@ class SamplingParams:
         help="Draw among the fewest most likely tokens that hold this share of the probability.",
         range="above 0 and at most 1",
         allowed=lambda x: 0 < x <= 1,
+        example=0.9,
         neutral=np.float32(2),
         step="top_p",
         draws=True,
@@ -126,6 +132,7 @@ class SamplingParams:
         help="Draw among tokens at least this many times as likely as the most likely token.",
         range="from 0 to 1",
         allowed=lambda x: 0 <= x <= 1,
+        example=0.05,
         neutral=np.float32(0),
         step="min_p",
         draws=True,
@@ -136,17 +143,41 @@ class SamplingParams:
         "fewest that hold this share of the probability.",
         range="above 0 and at most 1",
         allowed=lambda x: 0 < x <= 1,
+        example=0.9,
         neutral=np.float32(2),
         step="typical_p",
         draws=True,
         encode=_as_share,
     )
+    xtc_probability: float | None = _param(
+        None,
+        help="Probability that a draw excludes top choices (XTC): the tokens with a probability "
+        "above xtc_threshold, except the least likely of them and end-of-text tokens.",
+        range="from 0 to 1",
+        allowed=lambda x: 0 <= x <= 1,
+        example=0.5,
+        neutral=np.float32(0),
+        step="xtc",
+        draws=True,
+    )
+    xtc_threshold: float = _param(
+        0.1,
+        help="The probability above which XTC considers a token a top choice.",
+        range="from 0 to 0.5",
+        allowed=lambda x: 0 <= x <= 0.5,
+        example=0.2,
+        neutral=np.float32(0.1),
+        step="",
+        draws=True,
+    )
     repetition_penalty: float | None = _param(
         None,
-        help="Above 1, tokens that the row already contains become less likely.",
+        help="Above 1, tokens that the row already contains become less likely. This counts the "
+        "tokens of the prompt and new tokens, but not those of a given cache.",
         # Beyond this range, finite logits might not stay finite.
         range="from 1e-6 to 1e6",
         allowed=lambda x: 1e-6 <= x <= 1e6,
+        example=1.1,
         neutral=np.float32(1),
         step="repetition_penalty",
     )
@@ -155,6 +186,7 @@ class SamplingParams:
         help="Subtracted from a token's logit once for every occurrence in the row's new tokens.",
         range="from -2 to 2",
         allowed=lambda x: -2 <= x <= 2,
+        example=0.5,
         neutral=np.float32(0),
         step="counts",
     )
@@ -163,24 +195,28 @@ class SamplingParams:
         help="Subtracted once from the logit of every token that occurs in the row's new tokens.",
         range="from -2 to 2",
         allowed=lambda x: -2 <= x <= 2,
+        example=0.5,
         neutral=np.float32(0),
         step="counts",
     )
     no_repeat_ngram_size: int | None = _param(
         None,
-        help="No sequence of this length occurs twice in a row's prompt and new tokens; 0 is no "
-        "limit.",
+        help="No sequence of this many tokens occurs twice in a row's prompt and new tokens; 0 is "
+        "no limit.",
         range="an integer >= 0",
         allowed=_is_whole,
+        example=3,
         neutral=np.int32(0),
         step="ngrams",
         encode=_as_int32,
     )
     min_new_tokens: int = _param(
         0,
-        help="No end-of-text token before a row has this many new tokens.",
+        help="No end-of-text token before a row has this many new tokens. A stop string counts "
+        "only if a later token completes it.",
         range="an integer >= 0",
         allowed=lambda x: 0 <= x < math.inf and x == int(x),
+        example=2,
         neutral=np.int32(0),
         step="min_new_tokens",
         encode=_as_int32,
@@ -250,9 +286,18 @@ PARAMS: dict[str, Param] = {
     each.name: each.metadata["param"] for each in fields(SamplingParams) if each.metadata
 }
 """The declarations of all parameters that take a number, by name."""
-SamplingParams.__doc__ = f"{SamplingParams.__doc__}" + "".join(
-    f"  {name}: {param.help} Must be {param.range}.\n" for name, param in PARAMS.items()
-)
+
+
+def describe_params(names: Container[str], indent: int = 2) -> str:
+    """The lines of a docstring about the parameters among ``names``, in the order of ``PARAMS``."""
+    texts = (f"{name}: {x.help} Must be {x.range}." for name, x in PARAMS.items() if name in names)
+    first, rest = " " * indent, " " * (indent + 2)
+    return "\n".join(
+        textwrap.fill(x, 100, initial_indent=first, subsequent_indent=rest) for x in texts
+    )
+
+
+SamplingParams.__doc__ = f"{SamplingParams.__doc__}{describe_params(PARAMS)}\n"
 NEUTRAL: dict[str, np.generic] = {name: param.neutral for name, param in PARAMS.items()} | {
     "biased": NO_TOKEN
 }
@@ -267,6 +312,8 @@ class SamplingKeywords(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     typical_p: float | None
+    xtc_probability: float | None
+    xtc_threshold: float
 
 
 class PenaltyKeywords(TypedDict, total=False):
@@ -278,7 +325,6 @@ class PenaltyKeywords(TypedDict, total=False):
     no_repeat_ngram_size: int | None
     min_new_tokens: int
     logit_bias: Mapping[int, float] | None
-    logits_hook: LogitsHook | None
 
 
 @dataclass(frozen=True)
@@ -300,6 +346,7 @@ class Filters:
     top_p: bool | Array = False
     min_p: bool | Array = False
     typical_p: bool | Array = False
+    xtc: bool | Array = False
     repetition_penalty: bool | Array = False
     counts: bool | Array = False
     ngrams: bool | Array = False
@@ -336,6 +383,8 @@ class SamplingArrays:
     top_p: Array
     min_p: Array
     typical_p: Array
+    xtc_probability: Array
+    xtc_threshold: Array
     repetition_penalty: Array
     frequency_penalty: Array
     presence_penalty: Array
@@ -369,13 +418,14 @@ def prepare_sampling(
 
 def _check(name: str, value: Any, range: str, allowed: Callable[[Any], bool]) -> None:
     if not (isinstance(value, numbers.Real) and allowed(value)):
-        raise ValueError(f"{name} must be {range}, got {short_repr(value)}")
+        raise ArgumentError(f"{name} must be {range}, got {short_repr(value)}", param=name)
 
 
 def _check_hook(hook: LogitsHook | None) -> LogitsHook | None:
     """``hook``, if programs can be compiled for it: it must be hashable."""
     if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
-        raise ValueError(f"logits_hook must be a hashable function, got {hook!r:.80}")
+        message = f"logits_hook must be a hashable function, got {hook!r:.80}"
+        raise ArgumentError(message, param="logits_hook")
     return hook
 
 

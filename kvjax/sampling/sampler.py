@@ -2,7 +2,7 @@
 
 The order is: bias, repetition penalty, frequency and presence penalties, ``min_new_tokens``,
 allowed tokens, no repeated n-grams; then, unless decoding is greedy, temperature, top-k, top-p,
-min-p, typical-p.
+min-p, typical-p, exclusion of top choices (XTC).
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import UInt
+from jaxtyping import Float, UInt
 
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.core.validation import is_traced
@@ -24,6 +24,7 @@ from kvjax.sampling.filters import (
     add_bias,
     argmax,
     count_tokens,
+    exclude_top_choices,
     keep_allowed,
     keep_min_p,
     keep_new_ngrams,
@@ -92,7 +93,10 @@ def filter_logits(
     can't be drawn are at minus infinity. Arguments as for ``sample``."""
     logits = _apply_penalties(logits, filters, sampling, count, past, allowed)
     return cond(
-        filters.greedy, lambda x: x, lambda x: apply_draw_filters(x, filters, sampling), logits
+        filters.greedy,
+        lambda x: x,
+        lambda x: apply_draw_filters(x, filters, sampling, count),
+        logits,
     )
 
 
@@ -117,14 +121,17 @@ def draw_filtered(
     noise = _gumbel_noise(sampling.seeds, count, logits.shape[1])
 
     def draw_exactly(logits: Logits) -> PerRow:
-        return argmax(apply_draw_filters(logits, filters, sampling) + noise)
+        return argmax(apply_draw_filters(logits, filters, sampling, count) + noise)
 
-    if filters.mesh:  # the shortcut would need a reduction over all devices
+    # A filter that sums probabilities sees only the tokens that earlier filters kept. Top-k alone
+    # is applied before the shortcut; any other combination of such filters rules it out, and so
+    # does XTC, which drops likely tokens.
+    sums = filters.top_p | filters.typical_p
+    ruled_out = filters.xtc | (filters.top_p & filters.typical_p)
+    # On a mesh, the shortcut would need a reduction over all devices.
+    if filters.mesh or (not is_traced(ruled_out) and ruled_out):
         return draw_exactly(logits)
     scaled = _scale_by_temperature(logits, sampling)
-    # A filter that sums probabilities sees only the tokens that earlier filters kept. Top-k alone
-    # is applied before the shortcut; any other combination of such filters rules it out.
-    sums, ruled_out = filters.top_p | filters.typical_p, filters.top_p & filters.typical_p
     if is_traced(sums):
         ruled_out |= filters.top_k & sums
     elif filters.top_k and sums:
@@ -142,19 +149,25 @@ def draw_filtered(
             kept.append(cond(enabled, keeps, lambda x: x >= 0, token))
     if not kept:
         return token
-    if not is_traced(ruled_out) and ruled_out:
-        return draw_exactly(logits)
     all_kept = jnp.all(jnp.stack(kept)) & ~jnp.asarray(ruled_out)
     return lax.cond(all_kept, lambda x: token, draw_exactly, logits)
 
 
-def apply_draw_filters(logits: Logits, filters: Filters, sampling: SamplingArrays) -> Logits:
+def apply_draw_filters(
+    logits: Logits, filters: Filters, sampling: SamplingArrays, count: PerRow
+) -> Logits:
     """Apply the temperature, and the filters that greedy decoding ignores."""
+
+    def exclude(logits: Logits) -> Logits:
+        rows = _random_share(sampling.seeds, count) < sampling.xtc_probability
+        return exclude_top_choices(logits, sampling.xtc_threshold, rows, sampling.eos)
+
     logits = _scale_by_temperature(logits, sampling)
     logits = apply_if(filters.top_k, lambda x: keep_top_k(x, sampling.top_k), logits)
     logits = apply_if(filters.top_p, lambda x: keep_top_p(x, sampling.top_p), logits)
     logits = apply_if(filters.min_p, lambda x: keep_min_p(x, sampling.min_p), logits)
-    return apply_if(filters.typical_p, lambda x: keep_typical(x, sampling.typical_p), logits)
+    logits = apply_if(filters.typical_p, lambda x: keep_typical(x, sampling.typical_p), logits)
+    return apply_if(filters.xtc, exclude, logits)
 
 
 def apply_if(enabled: bool | Array, step: Callable[[Logits], Logits], logits: Logits) -> Logits:
@@ -228,10 +241,23 @@ def _gumbel_noise(seeds: UInt[Array, "batch 2"], count: PerRow, vocab: int) -> L
     """Gumbel noise that depends on each row's seed and ``count`` only."""
 
     def noise(seed: Array, count: Array) -> Array:
-        key = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
-        return jax.random.gumbel(jax.random.fold_in(key, count), (vocab,), jnp.float32)
+        return jax.random.gumbel(_draw_key(seed, count), (vocab,), jnp.float32)
 
     return jax.vmap(noise)(seeds, count)
+
+
+def _random_share(seeds: UInt[Array, "batch 2"], count: PerRow) -> Float[Array, "batch"]:
+    """A random number from 0 to 1 per row, independent of the noise of the same draw."""
+
+    def share(seed: Array, count: Array) -> Array:
+        return jax.random.uniform(jax.random.fold_in(_draw_key(seed, count), 1), (), jnp.float32)
+
+    return jax.vmap(share)(seeds, count)
+
+
+def _draw_key(seed: Array, count: Array) -> Array:
+    key = jax.random.fold_in(jax.random.key(seed[0], impl="threefry2x32"), seed[1])
+    return jax.random.fold_in(key, count)
 
 
 def _tokens(past: TokenHistory | None) -> tuple[Array, PerRow]:

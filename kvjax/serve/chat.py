@@ -29,6 +29,7 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
 class ChatSchema:
     """See ``EndpointSchema``."""
 
+    prompt_field = "messages"
     id_prefix, response_type, chunk_type = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:

@@ -15,6 +15,7 @@ DEFAULT_MAX_TOKENS = 16
 class CompletionsSchema:
     """See ``EndpointSchema``."""
 
+    prompt_field = "prompt"
     id_prefix, response_type, chunk_type = "cmpl-", "text_completion", "text_completion"
 
     def __init__(self, lm: LanguageModel, limits: Limits, token_texts: TokenTexts | None) -> None:

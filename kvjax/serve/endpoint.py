@@ -1,13 +1,13 @@
 """An endpoint that generates: reads a request, runs it in the engine, and sends the response."""
 
 import asyncio
-import re
 from collections.abc import Coroutine
 from contextlib import aclosing
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from kvjax.core.validation import ArgumentError
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import StoppedError
 from kvjax.serve.errors import APIError, json_response
@@ -22,7 +22,12 @@ _EVENT_STREAM = [
 ]
 """The headers of a streamed response."""
 
-_FIELD_NAMES = {"num_beams": "beam_width", "guide": "response_format"}
+_FIELD_NAMES = {
+    "guide": "response_format",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "num_beams": "beam_width",
+}
 """Request fields whose engine settings have another name."""
 
 
@@ -88,19 +93,13 @@ class GenerationEndpoint:
                 service.cancel(handle)
             if isinstance(error, StoppedError):
                 raise APIError(503, "the engine is not running") from None
-            raise APIError(400, str(error), param=_param_of(str(error), request)) from None
+            param = error.param if isinstance(error, ArgumentError) else None
+            if param == "prompt":
+                param = self._schema.prompt_field
+            field = param and _FIELD_NAMES.get(param, param)
+            raise APIError(400, str(error), param=field) from None
         self._state.handles.update(handles)
         return handles
-
-
-def _param_of(message: str, request: ParsedRequest) -> str | None:
-    """The request field that an engine's error message names first, if any."""
-    for word in re.findall(r"\w+", message):
-        if word in _FIELD_NAMES:
-            return _FIELD_NAMES[word]
-        if word in request.settings:
-            return word
-    return None
 
 
 async def _send_body(send: Send, body: bytes, more: bool) -> None:

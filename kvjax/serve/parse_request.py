@@ -3,11 +3,12 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
+from kvjax.sampling.params import PARAMS
 from kvjax.serve.errors import APIError, JsonObject
 from kvjax.serve.fields import Fields, is_number, parse_object
 from kvjax.serve.logprobs import Echo, ScoredToken
@@ -82,10 +83,11 @@ class ParsedRequest:
 class EndpointSchema(Protocol):
     """What one endpoint defines: the fields of its requests, and the form of its choices.
 
-    ``id_prefix``: of response ids. ``response_type``, ``chunk_type``: the ``object`` field of a
-    response and of a streamed chunk.
+    ``prompt_field``: the field with the prompts. ``id_prefix``: of response ids.
+    ``response_type``, ``chunk_type``: the ``object`` field of a response and of a streamed chunk.
     """
 
+    prompt_field: str
     id_prefix: str
     response_type: str
     chunk_type: str
@@ -219,18 +221,13 @@ def _parse_sampling(fields: Fields, request: ParsedRequest) -> None:
     request.logprobs = "logprobs" in settings
     if request.samples > request.n:
         settings.setdefault("logprobs", 0)  # choosing the best samples needs their scores
-    temperature = fields.number("temperature")
-    default = 1.0 if request.beam_width == 1 else 0.0
-    settings["temperature"] = default if temperature is None else temperature
-    top_k = fields.integer("top_k", -1)
-    settings["top_k"] = top_k if top_k is not None and top_k > 0 else None
-    settings["top_p"] = fields.number("top_p")
-    settings["min_p"] = fields.number("min_p")
-    settings["typical_p"] = fields.number("typical_p")
-    settings["repetition_penalty"] = fields.number("repetition_penalty")
-    settings["frequency_penalty"] = fields.number("frequency_penalty")
-    settings["presence_penalty"] = fields.number("presence_penalty")
-    settings["no_repeat_ngram_size"] = fields.integer("no_repeat_ngram_size", 0)
+    # The engine checks their ranges. ``min_new_tokens`` has another name here.
+    given = {name: fields.number(name) for name in PARAMS if name != "min_new_tokens"}
+    if given["top_k"] in (0, -1):
+        given["top_k"] = None
+    if given["temperature"] is None:
+        given["temperature"] = 1.0 if request.beam_width == 1 else 0.0
+    settings |= cast(RequestParams, {k: x for k, x in given.items() if x is not None})
     settings["logit_bias"] = _parse_logit_bias(fields)
     engine_draft = fields.flag("draft", True)
     settings["draft"] = "lookup" if fields.flag("lookup") else "engine" if engine_draft else None

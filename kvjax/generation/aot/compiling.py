@@ -80,11 +80,9 @@ def compile(
       device: compile for this target device instead, which need not be present: a name (``"v5e"``,
         ``"h200"``), a ``jax.Device``, a topology, or a mesh of such (``make_mesh(tensor=4,
         devices="v5e")``). Nothing is allocated, and programs are kept in the result only.
-      temperature, top_k, top_p, min_p, typical_p: as for ``generate``. Programs depend on which
-        sampling parameters are given and on whether ``temperature`` is 0, but not on their other
-        values.
-      repetition_penalty, frequency_penalty, presence_penalty: the same.
-      no_repeat_ngram_size, min_new_tokens: the same.
+      settings: sampling parameters and other arguments, as for ``generate``. Programs depend on
+        which sampling parameters are given and on whether ``temperature`` is 0, but not on their
+        other values.
       eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens select another
         program.
       logit_bias, logprobs: as for ``generate``. Programs depend on whether they are given, on the

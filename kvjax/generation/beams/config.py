@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from kvjax.core.validation import as_int, as_python, short_repr
+from kvjax.core.validation import ArgumentError, as_int, as_python, short_repr
 from kvjax.generation.options import GenerationOptions
 
 MAX_ROWS = 65536
@@ -60,51 +60,59 @@ def resolve_search(options: GenerationOptions) -> tuple[int, SearchConfig | None
             defaults, name
         )
         if not is_default:
-            raise ValueError(
+            message = (
                 f"{name} is {short_repr(value)}, but num_beams is 1; it needs a beam search, for "
                 "example num_beams=4"
             )
+            raise ArgumentError(message, param=name)
     if options.best_of is None:
         return n, None
     samples = as_int("best_of", options.best_of, 1, MAX_ROWS)
     if samples < n:
-        raise ValueError(f"best_of is {samples}, but must be at least n={n}")
+        message = f"best_of is {samples}, but must be at least n={n}"
+        raise ArgumentError(message, param="best_of")
     return samples, SearchConfig(n)
 
 
 def _beam_search(options: GenerationOptions, n: int, beams: int) -> SearchConfig:
     groups = as_int("num_beam_groups", options.num_beam_groups, 1)
     if n > beams:
-        raise ValueError(f"n is {n}, but num_beams={beams} finds only {beams} sequences")
+        message = f"n is {n}, but num_beams={beams} finds only {beams} sequences"
+        raise ArgumentError(message, param="n")
     if options.best_of is not None:
-        raise ValueError("best_of can't be combined with num_beams; give one of them")
+        message = "best_of can't be combined with num_beams; give one of them"
+        raise ArgumentError(message, param="best_of")
     if beams % groups:
-        raise ValueError(f"num_beam_groups is {groups}, but must divide num_beams={beams}")
+        message = f"num_beam_groups is {groups}, but must divide num_beams={beams}"
+        raise ArgumentError(message, param="num_beam_groups")
     temperature = as_python(options.temperature)
     if temperature != 0:
-        raise ValueError(
+        message = (
             f"temperature is {short_repr(temperature)}, but a beam search does not sample; omit "
             "temperature or num_beams"
         )
+        raise ArgumentError(message, param="temperature")
     if options.draft is not None:
-        raise ValueError("a draft was given together with num_beams; give one of them")
+        message = "a draft was given together with num_beams; give one of them"
+        raise ArgumentError(message, param="draft")
     if options.stop:
-        raise ValueError(
+        message = (
             "a beam search can't use stop strings, which are searched for on the host; use "
             "eos_token_ids"
         )
+        raise ArgumentError(message, param="stop")
     early = as_python(options.early_stopping)
     if not isinstance(early, bool | str) or early not in _EARLY_STOPPING:
-        raise ValueError(
-            f"early_stopping is {short_repr(early)}, but must be False, True or 'never'"
-        )
+        message = f"early_stopping is {short_repr(early)}, but must be False, True or 'never'"
+        raise ArgumentError(message, param="early_stopping")
     penalty = _number("length_penalty", options.length_penalty, 7)
     diversity = _number("diversity_penalty", options.diversity_penalty, 10**6)
     if diversity < 0 or (diversity > 0) != (groups > 1):
-        raise ValueError(
+        message = (
             f"diversity_penalty is {diversity} with num_beam_groups={groups}; it must be above 0 "
             "for several groups, which would otherwise be equal, and 0 for one"
         )
+        raise ArgumentError(message, param="diversity_penalty")
     return SearchConfig(n, BeamConfig(beams, groups), penalty, _EARLY_STOPPING[early], diversity)
 
 
@@ -113,7 +121,6 @@ def _number(name: str, value: Any, limit: int) -> float:
     value = as_python(value)
     numeric = isinstance(value, int | float)
     if isinstance(value, bool) or not numeric or not math.isfinite(value) or abs(value) > limit:
-        raise ValueError(
-            f"{name} must be a number from {-limit} to {limit}, got {short_repr(value)}"
-        )
+        message = f"{name} must be a number from {-limit} to {limit}, got {short_repr(value)}"
+        raise ArgumentError(message, param=name)
     return float(value)
