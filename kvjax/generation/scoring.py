@@ -79,7 +79,8 @@ def score(
       continuations: for each prompt a text or a list of token ids, or a list of several of these.
       cache: a policy, or its name.
       sampling: the distribution for ``Scored.sampling_logprobs``, as for ``generate``;
-        ``temperature`` is 1 by default. Without ``xtc_probability``, whose effect depends on the seed of each draw.
+        ``temperature`` is 1 by default. Without ``xtc_probability``, whose effect depends on the
+        seed of each draw.
       prefill_chunk: the most tokens of prompts and continuations that are processed together.
 
     Returns:
