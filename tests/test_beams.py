@@ -13,11 +13,10 @@ import pytest
 import kvjax
 from kvjax.core.pytree import tree_bytes
 from kvjax.generation.beams import programs as beam_programs
-from kvjax.generation.beams.config import BeamConfig, SearchConfig
-from kvjax.generation.beams.step import SearchParams, initial_state
+from kvjax.generation.beams.step import BeamConfig, SearchConfig, SearchParams, initial_state
 from kvjax.generation.beams.streaming import BeamStream
-from kvjax.generation.context import Cached
 from kvjax.generation.options import GenerationOptions
+from kvjax.generation.programs import Cached
 from kvjax.generation.request import prepare_request
 from kvjax.generation.results import Timer
 from kvjax.layouts import Dense, Growing, Paged, Ring

@@ -41,7 +41,6 @@ from kvjax.core.topology import (
 )
 from kvjax.core.validation import MissingCompilerError
 from kvjax.engine import programs
-from kvjax.engine.draft_model import ProposeInputs, propose
 from kvjax.engine.programs import (
     DecodeInputs,
     EngineState,
@@ -49,7 +48,7 @@ from kvjax.engine.programs import (
     RowParams,
     VerifyInputs,
 )
-from kvjax.engine.speculative import verify
+from kvjax.engine.speculative import ProposeInputs, propose, verify
 from kvjax.generation.drafts.propose import DraftModelProposer
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing

@@ -11,7 +11,7 @@ import pytest
 
 import kvjax
 from kvjax.core.pytree import tree_bytes
-from kvjax.engine import draft_model
+from kvjax.engine import speculative
 from kvjax.engine.drafts import DraftPlan, DraftState
 from kvjax.generation.drafts.acceptance import cost_alone, draft_cost
 from kvjax.generation.results import Timer
@@ -190,9 +190,9 @@ def test_it_works_on_a_mesh():
 @pytest.mark.parametrize("together", [1, ROWS])
 def test_programs_update_pools_in_place(together, monkeypatch):
     """Both models' programs; the pools are larger than what rows use."""
-    fewer = draft_model.draft_pool_config
+    fewer = speculative.draft_pool_config
     monkeypatch.setattr(
-        draft_model,
+        speculative,
         "draft_pool_config",
         lambda lm, draft, count, *more: fewer(lm, draft, 99, *more),
     )

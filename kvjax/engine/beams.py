@@ -22,9 +22,9 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
 from kvjax.engine.programs import EngineState, LayerGroups
 from kvjax.engine.request import MAX_EOS_TOKENS, Request
-from kvjax.generation.beams.results import History, best_sequences
 from kvjax.generation.beams.session import BeamGuides, accept_all
 from kvjax.generation.beams.step import SearchParams, advance, initial_state
+from kvjax.generation.beams.streaming import History, best_sequences
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import Guide
 from kvjax.placement.pages import copy_pages

@@ -18,9 +18,8 @@ from kvjax.attention.paths import ragged_batches
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask, Tokens
-from kvjax.generation.context import Cached, Context
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, choose_tokens, gather_vocab
+from kvjax.generation.programs import Cached, Context, Progress, choose_tokens, gather_vocab
 from kvjax.paging.allocator import FixedPageTables
 from kvjax.placement.pages import gather_pages
 from kvjax.prefixes.checkpoints import row_arrays, with_row_arrays

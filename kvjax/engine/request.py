@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvjax.core.validation import ArgumentError, as_int, as_python, short_repr
 from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
-from kvjax.generation.beams.config import SearchConfig, resolve_search
+from kvjax.generation.beams.step import SearchConfig, resolve_search
 from kvjax.generation.drafts.draft_model import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
 from kvjax.generation.inputs import (

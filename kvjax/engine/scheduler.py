@@ -5,12 +5,10 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.engine.cache_manager import CacheManager
-from kvjax.engine.handle import Handle
+from kvjax.engine.handle import Handle, RunningSequence
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.results import InFlightStep
-from kvjax.engine.sequence import RunningSequence
+from kvjax.engine.results import Counters, InFlightStep
 from kvjax.engine.speculative import PendingDraft, SpeculativeDecoder
-from kvjax.engine.stats import Counters
 from kvjax.prefixes.radix import Namespace
 
 

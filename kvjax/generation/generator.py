@@ -1,16 +1,18 @@
-"""Generate text from prompts: all at once, piece by piece, or only the prompts' cache."""
+"""Generate text from prompts: at once, piece by piece, the best of samples, or only a cache."""
 
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
+import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import donation_errors
+from kvjax.generation.beams.programs import keep_rows, rows_to_keep
 from kvjax.generation.beams.streaming import BeamStream
-from kvjax.generation.best_of import BestOf
 from kvjax.generation.encoder import check_encoded
 from kvjax.generation.inputs import Prompts
 from kvjax.generation.loaded_model import LanguageModel
@@ -21,12 +23,96 @@ from kvjax.generation.options import (
     explicit_signature,
 )
 from kvjax.generation.request import GenerationRequest, PromptChunk, prepare_request, prompt_chunks
-from kvjax.generation.results import GenerationResult
+from kvjax.generation.results import GenerationResult, Piece, pad_result
 from kvjax.generation.session import Session
 from kvjax.generation.streaming import Stream
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.model_config import position_limit
 from kvjax.sampling.filters import Logits
+from kvjax.sampling.scores import TokenScore
+
+
+class BestOf(Iterator[Piece]):
+    """A generation of all samples, whose result contains the best ones."""
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        request: GenerationRequest,
+        *,
+        chunks: list[PromptChunk] | None = None,
+    ) -> None:
+        logprobs = 0 if request.logprobs is None else request.logprobs
+        all_samples = replace(request, logprobs=logprobs, padded=False, search=None)
+        self._running = Stream(lm, all_samples, streamed=False, chunks=chunks)
+        self._request, self._padding = request, getattr(lm, "padding", 0)
+        self._result: GenerationResult | None = None
+
+    def __next__(self) -> Piece:
+        return next(self._running)
+
+    def close(self) -> None:
+        """End the generation."""
+        self._running.close()
+
+    @property
+    def result(self) -> GenerationResult:
+        """The best samples.
+
+        Raises:
+          RuntimeError: before the last piece.
+        """
+        if self._result is None:
+            self._result = _best(self._running.result, self._request, self._padding)
+        return self._result
+
+
+def best_rows(
+    logprobs: Sequence[Sequence[TokenScore]], samples: int, kept: int
+) -> tuple[np.ndarray, list[float]]:
+    """Rank the samples of each prompt by their mean log-probability.
+
+    Args:
+      logprobs: the scores of each row's tokens.
+      samples, kept: rows per prompt, and how many of them to return.
+
+    Returns:
+      int[prompts, kept], the best rows, best first; for equal ones the first. And the mean
+      log-probability of every row, minus infinity for a row without tokens.
+    """
+    means = [float(np.mean([x.logprob for x in row])) if row else -np.inf for row in logprobs]
+    ranked = np.argsort(-np.reshape(means, (-1, samples)), axis=1, kind="stable")
+    return np.arange(len(ranked))[:, None] * samples + ranked[:, :kept], means
+
+
+def _best(result: GenerationResult, request: GenerationRequest, padding: int) -> GenerationResult:
+    """Select the best rows of each prompt."""
+    search, samples = request.search, request.samples
+    assert search is not None
+    rows, means = best_rows(result.logprobs, samples, search.num_return)
+    selected = rows.ravel().tolist()
+    cache: Any = result.cache
+    if cache is not None:
+        cache = keep_rows(cache, *rows_to_keep(rows, np.zeros_like(rows), request))
+
+    def select(values: Any) -> Any:
+        return None if values is None else [values[row] for row in selected]
+
+    result = replace(
+        result,
+        text=select(result.text),
+        tokens=select(result.tokens),
+        pending_tokens=select(result.pending_tokens),
+        cache=cache,
+        logprobs=None if request.logprobs is None else select(result.logprobs),
+        sequence_scores=select(means),
+        guides=result.guides and tuple(select(result.guides)),
+        stats=replace(result.stats, stop_reasons=tuple(select(result.stats.stop_reasons))),
+    )
+    if request.padded:
+        return pad_result(result, request.max_new_tokens, padding, request.logprobs)
+    return result
+
 
 RunningGeneration = Stream | BeamStream | BestOf
 """A generation as an iterator over pieces, with the ``result`` after the last one."""

@@ -12,7 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import explicit_mesh
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import INT32_MAX, MAX_DIMENSION, as_int, as_optional_int, as_python
-from kvjax.generation.beams.config import SearchConfig, resolve_search
+from kvjax.generation.beams.step import SearchConfig, resolve_search
 from kvjax.generation.cache_choice import (
     encoder_inputs,
     limit_memory,

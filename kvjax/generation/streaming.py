@@ -14,7 +14,7 @@ from kvjax.core.reporting import report_progress
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import NonFiniteError, donation_errors
 from kvjax.generation.detokenizer import RowText
-from kvjax.generation.drafts.guided import session_of
+from kvjax.generation.guides.session import session_of
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.programs import MAX_STEPS
 from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks

@@ -22,7 +22,6 @@ from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
 from kvjax.generation.capacity import choose_capacity
-from kvjax.generation.context import Cached
 from kvjax.generation.inputs import (
     Prompts,
     check_token_ids,
@@ -33,7 +32,7 @@ from kvjax.generation.inputs import (
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.model import Model, ModelConfig, check_model
 from kvjax.generation.options import explicit_signature
-from kvjax.generation.programs import choose_first, decode_loop, gather_vocab
+from kvjax.generation.programs import Cached, choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MAX_PAGE_SIZE
 from kvjax.operations.rows import repeat, reset
 from kvjax.policies.model_config import (

@@ -10,7 +10,7 @@ from kvjax.core.validation import KvjaxError
 from kvjax.engine.beams import BeamResult
 from kvjax.engine.handle import Handle, Piece
 from kvjax.engine.service import Service, StoppedError
-from kvjax.generation.best_of import best_rows
+from kvjax.generation.generator import best_rows
 from kvjax.sampling.scores import TokenScore
 from kvjax.serve.errors import APIError, JsonObject, to_json
 from kvjax.serve.logprobs import Echo, ScoredToken, scored_tokens

@@ -11,12 +11,11 @@ from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.validation import as_int
 from kvjax.generation import programs
-from kvjax.generation.aot.for_device import compile_for_device
-from kvjax.generation.aot.shapes import chunk_widths, request_capacities
+from kvjax.generation.aot.for_device import chunk_widths, compile_for_device, request_capacities
 from kvjax.generation.beams.programs import rows_to_keep
 from kvjax.generation.beams.session import search_of
-from kvjax.generation.drafts.guided import session_of
 from kvjax.generation.encoder import check_encoded
+from kvjax.generation.guides.session import session_of
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import CompileKeywords, GenerationOptions, explicit_signature
 from kvjax.generation.request import GenerationRequest, prepare_request, prompt_chunks

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from kvjax.generation.beams import programs as beam_programs
 from kvjax.generation.beams.step import SearchParams, initial_state
-from kvjax.generation.drafts import guided as guided_drafts
+from kvjax.generation.guides import session as guided_drafts
 from kvjax.generation.guides import session as guided_session
 from kvjax.generation.model import Model
 from kvjax.generation.programs import MAX_STEPS

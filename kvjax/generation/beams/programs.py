@@ -12,17 +12,16 @@ from jaxtyping import PyTree, UInt
 
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, PerRow
-from kvjax.generation.beams.config import BeamConfig
 from kvjax.generation.beams.step import (
     BeamChoice,
+    BeamConfig,
     SearchParams,
     SearchState,
     advance,
     initial_state,
 )
-from kvjax.generation.context import Cached, Context, Uncached
 from kvjax.generation.model import Model
-from kvjax.generation.programs import MAX_STEPS, gather_vocab
+from kvjax.generation.programs import MAX_STEPS, Cached, Context, Uncached, gather_vocab
 from kvjax.generation.request import GenerationRequest
 from kvjax.operations.rows import branch_rows, rewind, rewindable, select
 from kvjax.placement.mesh import MeshSharding

@@ -8,11 +8,10 @@ from jax.stages import Lowered
 
 from kvjax.core.transfer import fetch
 from kvjax.generation.beams import programs
-from kvjax.generation.beams.config import BeamConfig, SearchConfig
-from kvjax.generation.beams.step import SearchParams, SearchState
-from kvjax.generation.context import Cached
+from kvjax.generation.beams.step import BeamConfig, SearchConfig, SearchParams, SearchState
 from kvjax.generation.guides.masks import CopyableGuide, Guide, guide_mask, mask_words
 from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.programs import Cached
 from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import Session
 from kvjax.sampling.filters import ALL_ALLOWED, Logits

@@ -9,10 +9,9 @@ from jaxtyping import Int, PyTree
 
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import DraftCost
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, gather_vocab
+from kvjax.generation.programs import Cached, Progress, gather_vocab
 from kvjax.sampling.filters import Logits
 from kvjax.sampling.history import TokenHistory
 

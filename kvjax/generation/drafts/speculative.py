@@ -28,7 +28,6 @@ from kvjax.cache.state import KVCache
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation import programs
-from kvjax.generation.context import Cached
 from kvjax.generation.drafts.acceptance import Acceptance, default_length, draft_cost
 from kvjax.generation.drafts.draft_model import Draft, DraftModel, PromptLookup, relative_size
 from kvjax.generation.drafts.propose import (
@@ -38,7 +37,7 @@ from kvjax.generation.drafts.propose import (
     Proposer,
 )
 from kvjax.generation.model import Model
-from kvjax.generation.programs import MAX_STEPS, Progress, choose_and_score, gather_vocab
+from kvjax.generation.programs import MAX_STEPS, Cached, Progress, choose_and_score, gather_vocab
 from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import position_limit

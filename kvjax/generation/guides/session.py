@@ -2,6 +2,10 @@
 
 A step is two programs: one processes the newest tokens, one chooses the next ones. While the first
 runs, the host computes the masks for the second.
+
+With drafts, a step is three programs: one proposes a draft, one feeds it to the target model, one
+verifies it under the guides' masks. While the target model runs, a copy of each guide accepts the
+row's draft token by token, which gives a mask for each position.
 """
 
 import functools
@@ -12,15 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.stages import Lowered
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree, UInt
 
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.generation.context import Context
+from kvjax.generation.drafts import speculative
+from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
+from kvjax.generation.drafts.propose import DraftTokens, Proposer
+from kvjax.generation.drafts.speculative import DraftLogits, SpeculativeDecoder
 from kvjax.generation.guides.masks import GuideMasks, mask_words
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
-from kvjax.generation.programs import Progress, choose_and_score, gather_vocab
+from kvjax.generation.programs import Cached, Context, Progress, choose_and_score, gather_vocab
 from kvjax.generation.request import GenerationRequest
 from kvjax.generation.session import DecodeOutput, Session
 from kvjax.sampling.filters import Allowed, Logits
@@ -131,3 +138,215 @@ def choose(
     )
     tokens, scores = jax.tree.map(lambda x: x[:, None], (progress.token, scores))
     return progress, past, tokens, scores
+
+
+class DraftedGuidedSession(GuidedSession):
+    """A ``GuidedSession`` with drafts. ``decode`` takes the accepted draft tokens and one more.
+    Drafts themselves are proposed without guides."""
+
+    @property
+    def max_steps(self) -> int:
+        """The most tokens that ``decode`` takes of a row."""
+        draft = self._request.draft
+        assert draft is not None
+        return 1 + (draft.length or DEFAULT_LENGTH)
+
+    def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
+        """Decode at most ``steps`` tokens of each row, except the rows to ``halt``, bool[batch]."""
+        proposer, drafts = self.proposer, self._drafts
+        if proposer is None or drafts is None:
+            return super().decode(steps, halt)
+        lm, context = self._lm, self.context
+        assert isinstance(context, Cached)
+        draft, drafts.context = propose(*self._propose_args(proposer, drafts, steps, halt))
+        ended = self._catch_up(halt)
+        tokens, lengths = fetch(draft)
+        if not lengths.any():
+            drafts.acceptance = without_draft(drafts.acceptance)
+            return super().decode(steps, halt)._replace(acceptance=drafts.acceptance)
+        self.context, logits = feed(
+            lm.architecture, lm.params, context, self._progress, draft, halt
+        )
+        allowed = self._masks.draft_masks(tokens, lengths, ended)
+        (self.context, drafts.context, drafts.acceptance), results = verify(
+            *self._verify_args(proposer, drafts, logits, draft, halt, allowed)
+        )
+        self._progress, self._past, self._tokens, scores = results
+        return DecodeOutput(results[2], self._progress, scores, drafts.acceptance)
+
+    def lower_steps(self) -> dict[str, Lowered]:
+        """The programs of a step without a draft and of one with it, to be compiled."""
+        lowered, proposer, drafts = super().lower_steps(), self.proposer, self._drafts
+        if proposer is None or drafts is None:
+            return lowered
+        lm, halt, context = self._lm, np.zeros(self._rows, bool), self.context
+        assert isinstance(context, Cached)
+        drafts.acceptance = without_draft(self.put(drafts.acceptance))
+        if drafts.context is None:
+            drafts.context = drafts.new_context()
+        propose_step = propose.lower(*self._propose_args(proposer, drafts, np.int32(0), halt))
+        draft = self.zeros_like(propose_step.out_info[0])
+        feed_step = feed.lower(lm.architecture, lm.params, context, self._progress, draft, halt)
+        tokens, lengths = fetch(draft)
+        allowed = self._masks.draft_masks(tokens, lengths, halt)
+        logits = self.zeros_like(feed_step.out_info[1])
+        args = self._verify_args(proposer, drafts, logits, draft, halt, allowed)
+        return lowered | {
+            "propose": propose_step,
+            "feed drafts": feed_step,
+            "check": verify.lower(*args),
+        }
+
+    def _propose_args(
+        self,
+        proposer: Proposer,
+        drafts: SpeculativeDecoder,
+        steps: np.int32 | Array,
+        halt: np.ndarray | Array,
+    ) -> tuple[Any, ...]:
+        return (
+            proposer,
+            drafts.params,
+            drafts.context,
+            drafts.acceptance,
+            self._request.filters,
+            self._progress,
+            self._past,
+            halt,
+            self.sampling,
+            self._limit,
+            steps,
+        )
+
+    def _verify_args(
+        self,
+        proposer: Proposer,
+        drafts: SpeculativeDecoder,
+        logits: DraftLogits,
+        draft: DraftTokens,
+        halt: np.ndarray | Array,
+        allowed: np.ndarray,
+    ) -> tuple[Any, ...]:
+        request = self._request
+        return (
+            proposer,
+            self.context,
+            drafts.context,
+            drafts.acceptance,
+            logits,
+            draft,
+            request.filters,
+            self.sampling,
+            self._limit,
+            self._progress,
+            self._past,
+            halt,
+            allowed,
+            request.logprobs,
+        )
+
+
+def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
+    """The session of a request without beams."""
+    if request.guides is None:
+        return Session(lm, request)
+    session_class = GuidedSession if request.draft is None else DraftedGuidedSession
+    return session_class(lm, request)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("proposer", "filters"), donate_argnames="draft_context"
+)
+def propose(
+    proposer: Proposer,
+    draft_params: PyTree,
+    draft_context: Any,
+    acceptance: Acceptance,
+    filters: Filters,
+    progress: Progress,
+    past: TokenHistory,
+    halt: RowMask,
+    settings: SamplingArrays,
+    limit: Array,
+    steps: Array,
+) -> tuple[DraftTokens, Any]:
+    """Draft tokens for the rows that continue, so that no row takes more than ``steps`` tokens;
+    also returns the draft context."""
+    progress = replace(progress, done=progress.done | halt)
+
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow) -> Any:
+        return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
+
+    left = jnp.minimum(steps, limit - progress.count) - 1
+    available = proposer.available(past, jnp.clip(left, 0, proposer.length))
+    lengths = acceptance.draft_lengths(available, proposer.cost, ~progress.done)
+    return proposer.propose(draft_params, draft_context, progress, past, lengths, choose)
+
+
+@functools.partial(jax.jit, static_argnames="model", donate_argnames="context")
+def feed(
+    model: Model,
+    params: PyTree,
+    context: Cached,
+    progress: Progress,
+    draft: DraftTokens,
+    halt: RowMask,
+) -> tuple[Cached, DraftLogits]:
+    """Feed newest tokens and drafts of the rows that continue to the target model; its logits after
+    each of them."""
+    active: RowMask = ~(progress.done | halt)
+    logits, context = speculative.feed_draft(model, params, context, progress, draft, active)
+    return context, gather_vocab(logits, context)  # type: ignore[arg-type]
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("proposer", "filters", "scores"),
+    donate_argnames=("context", "draft_context", "past"),
+)
+def verify(
+    proposer: Proposer,
+    context: Cached,
+    draft_context: Any,
+    acceptance: Acceptance,
+    logits: DraftLogits,
+    draft: DraftTokens,
+    filters: Filters,
+    settings: SamplingArrays,
+    limit: Array,
+    progress: Progress,
+    past: TokenHistory,
+    halt: RowMask,
+    allowed: UInt[Array, "batch places words"],
+    scores: int | None,
+) -> tuple[Any, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
+    """Verify the drafts of the rows that continue, and rewind rejected tokens.
+
+    ``allowed``: uint32[batch, places, words], bit masks of allowed tokens. Returns the two contexts
+    and the acceptance statistics, then progress, history, tokens and scores.
+    """
+
+    def choose(
+        progress: Progress, past: TokenHistory, logits: Logits, allowed: Array | None = None
+    ) -> Any:
+        return choose_and_score(
+            progress, past, logits, filters, settings, limit, scores, allowed=allowed
+        )
+
+    before: Any = replace(progress, done=progress.done | halt)
+    length: Any = past.length
+    active, shape = ~before.done, logits.shape[:2]
+    output = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
+    after, past, output = speculative.verify(
+        draft, logits, context, before, past, active, output, before.count, choose, allowed
+    )
+    contexts = speculative.rewind_rejected(
+        proposer, context, draft_context, acceptance, draft, before, after, length, active
+    )
+    return contexts, (after, past, *output)
+
+
+@jax.jit
+def without_draft(acceptance: Acceptance) -> Acceptance:
+    """The statistics after a step without a draft."""
+    return acceptance.without_draft()
