@@ -15,7 +15,8 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli import batch_files, interrupts
+from kvjax.cli import batch_files
+from kvjax.cli import common as cli_common
 from kvjax.cli.batch_command import MAX_REPORTED, BatchRun
 from kvjax.cli.batch_files import ResultsFile, input_key, number_lines
 from kvjax.memory import InferenceLimits
@@ -291,12 +292,12 @@ def test_error_of_a_handle_is_the_result(tmp_path):
 
 def test_message_on_interrupt(monkeypatch, capfd):
     monkeypatch.setattr(os, "_exit", sys.exit)
-    for code, words in ((interrupts.INTERRUPTED, "go on so\n"), (2, "")):
-        with pytest.raises(SystemExit), interrupts.message_on_interrupt(lambda: "go on so"):
-            interrupts.exit_now(code)
+    for code, words in ((cli_common.INTERRUPTED, "go on so\n"), (2, "")):
+        with pytest.raises(SystemExit), cli_common.message_on_interrupt(lambda: "go on so"):
+            cli_common.exit_now(code)
         assert capfd.readouterr().err == words
     with pytest.raises(SystemExit):
-        interrupts.exit_now(interrupts.INTERRUPTED)
+        cli_common.exit_now(cli_common.INTERRUPTED)
     assert capfd.readouterr().err == ""
 
 

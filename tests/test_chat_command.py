@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import cli
-from kvjax.cli.chat_loop import ChatLoop
+from kvjax.cli.chat_command import ChatLoop
 
 SHARED = {"max_len": 256, "max_new_tokens": 8}
 OPTIONS = ("--max-len", "256", "--max-new-tokens", "8")

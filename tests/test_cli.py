@@ -16,8 +16,8 @@ import rich.progress
 
 import kvjax
 from kvjax import cli, models
-from kvjax.cli import progress
-from kvjax.cli.chat_loop import ChatLoop
+from kvjax.cli import output
+from kvjax.cli.chat_command import ChatLoop
 from kvjax.cli.options import GrammarOptions
 from kvjax.codecs import Raw
 from kvjax.core import compat
@@ -818,7 +818,7 @@ class ImmediateTimer:
 @pytest.fixture
 def terminal(monkeypatch):
     """Both output streams as one terminal, where progress is shown at once."""
-    monkeypatch.setattr(progress.threading, "Timer", ImmediateTimer)
+    monkeypatch.setattr(output.threading, "Timer", ImmediateTimer)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     drawn = rich.progress.Progress.update
@@ -848,7 +848,7 @@ def test_chat_shows_progress_until_the_answer(terminal, tiny_llama):
         seen = terminal()
         ImmediateTimer.delays.clear()
         talk._answer(chat.send("ab"))
-        assert set(ImmediateTimer.delays) == {progress.SHORT_DELAY}
+        assert set(ImmediateTimer.delays) == {output.SHORT_DELAY}
         seen, answer = seen.getvalue(), chat.turns[-1].answer
         assert "reading the prompt" in seen and "generating" in seen
         for what in ("reading the prompt", "generating"):
@@ -861,8 +861,8 @@ def test_chat_shows_progress_until_the_answer(terminal, tiny_llama):
 def test_first_piece_without_a_terminal(capfd):
     taken = []
     pieces = (taken.append(n) or n for n in range(4))
-    assert progress.first_pieces(pieces, "reading") == [0] and taken == [0]
-    assert progress.first_pieces(iter(()), "reading") == []
+    assert output.first_pieces(pieces, "reading") == [0] and taken == [0]
+    assert output.first_pieces(iter(()), "reading") == []
     assert capfd.readouterr() == ("", "")
 
 
@@ -897,7 +897,7 @@ def test_eval_shows_progress(monkeypatch, terminal, tiny_llama_dir, tmp_path):
 def test_eval_prints_lines_of_progress_without_a_terminal(
     monkeypatch, capfd, tiny_llama_dir, tmp_path
 ):
-    monkeypatch.setattr(progress, "LINE_INTERVAL", 0.0)
+    monkeypatch.setattr(output, "LINE_INTERVAL", 0.0)
     run_eval(monkeypatch, tiny_llama_dir, tmp_path)
     out, err = capfd.readouterr()
     assert "window" not in out and out.startswith("policy")

@@ -22,11 +22,9 @@ from kvjax.cli.batch_files import (
     parse_line,
     parse_prompt,
 )
-from kvjax.cli.common import mesh_from_option, use_compilation_cache
-from kvjax.cli.interrupts import message_on_interrupt
+from kvjax.cli.common import mesh_from_option, message_on_interrupt, use_compilation_cache
 from kvjax.cli.options import cache_policy
-from kvjax.cli.output import echo_json, score_as_json
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import echo_json, score_as_json, show_progress
 from kvjax.core.reporting import report_progress
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle

@@ -11,8 +11,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
-from kvjax.cli.output import echo_json
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import echo_json, show_progress
 from kvjax.core.reporting import readable_bytes
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.memory.limits import device_memory

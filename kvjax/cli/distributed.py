@@ -16,7 +16,7 @@ import typer
 from jax.errors import JaxRuntimeError
 from jax.experimental import multihost_utils
 
-from kvjax.cli.interrupts import INTERRUPTED, exit_now
+from kvjax.cli.common import INTERRUPTED, exit_now
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_9_shutdown_timeout, jax_0_10_error_code
 from kvjax.core.validation import as_optional_int
 

@@ -17,10 +17,10 @@ from kvjax import __version__
 from kvjax.cli.batch_command import batch
 from kvjax.cli.bench_command import bench
 from kvjax.cli.chat_command import chat
+from kvjax.cli.common import INTERRUPTED, exit_on_interrupt
 from kvjax.cli.eval_command import evaluate
 from kvjax.cli.generate_command import generate
 from kvjax.cli.info_command import info
-from kvjax.cli.interrupts import INTERRUPTED, exit_on_interrupt
 from kvjax.cli.options import as_command
 from kvjax.cli.output import prepare_streams
 from kvjax.cli.plan_command import plan

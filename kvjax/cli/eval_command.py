@@ -7,8 +7,7 @@ import typer
 
 from kvjax.cli import options
 from kvjax.cli.common import read_text, use_compilation_cache
-from kvjax.cli.output import echo_json
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import echo_json, show_progress
 from kvjax.policies.presets import parse_policy
 
 

@@ -15,13 +15,15 @@ from kvjax.cli.common import mesh_from_option, read_text, use_compilation_cache
 from kvjax.cli.distributed import DistributedOptions, join_processes
 from kvjax.cli.options import cache_policy, check_guides, make_guide
 from kvjax.cli.output import (
+    SHORT_DELAY,
     context_warning,
     echo_json,
+    first_pieces,
+    show_progress,
     stats_line,
     texts_as_json,
     texts_with_headings,
 )
-from kvjax.cli.progress import SHORT_DELAY, first_pieces, show_progress
 from kvjax.core.array_folder import check_writable_folder
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import UNLIMITED, CheckpointError

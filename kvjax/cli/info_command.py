@@ -10,8 +10,7 @@ import kvjax
 from kvjax.attention.kernels.dispatch import gained_by_upgrading
 from kvjax.cli import options
 from kvjax.cli.options import cache_policy
-from kvjax.cli.output import bytes_by_place, echo_json, format_table
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import bytes_by_place, echo_json, format_table, show_progress
 from kvjax.core.reporting import readable_bytes
 from kvjax.core.target import current_target
 from kvjax.memory.sizes import bytes_per_token

@@ -12,8 +12,7 @@ from jax.sharding import AbstractMesh
 from kvjax.cli import options
 from kvjax.cli.common import check_dtype, known_shape, use_compilation_cache
 from kvjax.cli.options import cache_policy
-from kvjax.cli.output import bytes_by_place, context_warning, echo_json
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import bytes_by_place, context_warning, echo_json, show_progress
 from kvjax.core.reporting import parse_bytes, readable_bytes, report_progress
 from kvjax.core.target import Target, device_spec
 from kvjax.memory.device_plan import DevicePlan

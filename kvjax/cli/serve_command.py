@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from kvjax.cli import options
-from kvjax.cli.common import mesh_from_option, use_compilation_cache
-from kvjax.cli.interrupts import INTERRUPTED, exit_now
+from kvjax.cli.common import INTERRUPTED, exit_now, mesh_from_option, use_compilation_cache
 from kvjax.cli.options import cache_policy
-from kvjax.cli.progress import show_progress
+from kvjax.cli.output import show_progress
 from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import parse_bytes
 

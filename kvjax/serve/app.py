@@ -16,7 +16,7 @@ from kvjax.serve.auth import AccessMiddleware
 from kvjax.serve.chat import ChatSchema
 from kvjax.serve.completions import CompletionsSchema
 from kvjax.serve.endpoint import GenerationEndpoint
-from kvjax.serve.errors import APIError, json_response
+from kvjax.serve.json_body import APIError, json_response
 from kvjax.serve.state import ServerState
 
 _PAGE = Path(__file__).with_name("page.html")

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvjax.serve.errors import APIError
+from kvjax.serve.json_body import APIError
 from kvjax.serve.state import ServerState
 
 PUBLIC_PATHS = ("/", "/health")

@@ -3,11 +3,10 @@
 from kvjax.core.validation import CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.scores import MAX_LOGPROBS
-from kvjax.serve.errors import APIError, JsonObject
-from kvjax.serve.fields import Fields
-from kvjax.serve.limits import Limits
+from kvjax.serve.json_body import APIError, Fields, JsonObject
 from kvjax.serve.logprobs import ScoredToken, TokenTexts, finite
 from kvjax.serve.parse_request import ParsedRequest
+from kvjax.serve.state import Limits
 
 _ROLES = {"system", "developer", "user", "assistant"}
 _UNSUPPORTED = {

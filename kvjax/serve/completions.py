@@ -2,11 +2,10 @@
 
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.scores import MAX_LOGPROBS, TokenScore
-from kvjax.serve.errors import APIError, JsonObject
-from kvjax.serve.fields import Fields
-from kvjax.serve.limits import Limits
+from kvjax.serve.json_body import APIError, Fields, JsonObject
 from kvjax.serve.logprobs import Echo, ScoredToken, TokenTexts, finite, make_echo
 from kvjax.serve.parse_request import ParsedRequest
+from kvjax.serve.state import Limits
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default of ``max_tokens``."""

@@ -1,19 +1,238 @@
 """An endpoint that generates: reads a request, runs it in the engine, and sends the response."""
 
 import asyncio
-from collections.abc import Coroutine
+import secrets
+import time
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from kvjax.core.validation import ArgumentError
-from kvjax.engine.handle import Handle
-from kvjax.engine.service import StoppedError
-from kvjax.serve.errors import APIError, json_response
+from kvjax.core.validation import ArgumentError, KvjaxError
+from kvjax.engine.beams import BeamResult
+from kvjax.engine.handle import Handle, Piece
+from kvjax.engine.service import Service, StoppedError
+from kvjax.generation.generator import best_rows
+from kvjax.sampling.scores import TokenScore
+from kvjax.serve.json_body import APIError, JsonObject, json_response, to_json
+from kvjax.serve.logprobs import Echo, ScoredToken, scored_tokens
 from kvjax.serve.parse_request import EndpointSchema, ParsedRequest, parse_request
-from kvjax.serve.response import GenerationResponse
 from kvjax.serve.state import ServerState
+
+_FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+"""OpenAI's finish reason for each of the engine's."""
+
+
+class GenerationResponse:
+    """The response to a request; ``handles``: one for each sample."""
+
+    def __init__(
+        self,
+        service: Service,
+        schema: EndpointSchema,
+        request: ParsedRequest,
+        handles: Sequence[Handle],
+        model: str,
+    ) -> None:
+        self._service, self._schema = service, schema
+        self._request, self._handles = request, handles
+        self._echoed: set[int] = set()
+        self._header = {
+            "id": schema.id_prefix + secrets.token_hex(12),
+            "object": schema.response_type,
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    async def json(self) -> JsonObject:
+        """The whole response, after all choices have finished.
+
+        Raises:
+          APIError: if a choice failed.
+        """
+        async with aclosing(self._pieces()) as pieces:
+            async for _ in pieces:
+                pass
+        request, choices = self._request, []
+        for index, (handle, sequence, finish_reason) in enumerate(self._returned()):
+            text, scored = self._echo_text(handle)
+            if request.max_tokens:
+                text += sequence.text
+                scored += self._scored(handle, sequence, sequence.logprobs)
+            scored = scored if request.logprobs else None
+            choices.append(self._schema.choice(index, text, scored, finish_reason))
+        return {**self._header, "choices": choices, "usage": self._usage()}
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response as server-sent events; an error ends the stream."""
+        try:
+            for index in range(len(self._handles)):
+                if (chunk := self._schema.first_chunk(index)) is not None:
+                    yield self._event(chunk)
+            async with aclosing(self._pieces()) as pieces:
+                async for index, piece in pieces:
+                    for chunk in self._chunks(index, piece):
+                        yield self._event(chunk)
+            if self._request.include_usage:
+                yield self._event(None)
+        except APIError as error:
+            yield b"data: " + to_json(error.body()) + b"\n\n"
+            return
+        yield b"data: [DONE]\n\n"
+
+    async def _pieces(self) -> AsyncGenerator[tuple[int, Piece | None], None]:
+        try:
+            async with aclosing(_merge_pieces(self._service, self._handles)) as pieces:
+                async for each in pieces:
+                    yield each
+        except StoppedError:
+            raise APIError(503, "the server has stopped") from None
+        except KvjaxError as error:
+            raise APIError(500, str(error)) from None
+
+    def _returned(self) -> list[tuple[Handle, Handle | BeamResult, str]]:
+        """The handle, the text and the finish reason of each choice."""
+        request, handles = self._request, self._handles
+        if request.beam_width > 1:
+            for index in range(len(handles)):
+                self._finish_reason(index)
+            results = [(handle, result) for handle in handles for result in handle.beam_results]
+            return [(handle, result, self._reason(result.reason)) for handle, result in results]
+        indexes = list(range(len(handles)))
+        if request.samples > request.n:
+            logprobs = [handle.logprobs or [] for handle in handles]
+            indexes = best_rows(logprobs, request.samples, request.n)[0].ravel().tolist()
+        return [(handles[i], handles[i], self._finish_reason(i)) for i in indexes]
+
+    def _chunks(self, index: int, piece: Piece | None) -> Iterator[JsonObject]:
+        """The chunks for a piece of a choice; ``piece``: None at the end of the choice."""
+        schema, request, handle = self._schema, self._request, self._handles[index]
+        if request.echoes and index not in self._echoed:
+            self._echoed.add(index)
+            text, scored = self._echo_text(handle)
+            yield schema.chunk(index, text, scored if request.logprobs else None, None)
+        if piece is None:
+            scored = [] if request.logprobs else None
+            yield schema.chunk(index, "", scored, self._finish_reason(index))
+        elif request.max_tokens:
+            scored = self._scored(handle, piece, piece.scores)
+            if piece.text or scored:
+                yield schema.chunk(index, piece.text, scored if request.logprobs else None, None)
+
+    def _echo(self, handle: Handle) -> Echo | None:
+        if not self._request.echoes:
+            return None
+        return self._request.echoes[self._handles.index(handle) // self._request.samples]
+
+    def _echo_text(self, handle: Handle) -> tuple[str, list[ScoredToken]]:
+        """The prompt's text and its scored tokens, if the choices repeat the prompt."""
+        echo = self._echo(handle)
+        if echo is None:
+            return "", []
+        scores = handle.prompt_logprobs
+        return echo.text, [] if scores is None else echo.scored(scores)
+
+    def _scored(
+        self,
+        handle: Handle,
+        sequence: Handle | BeamResult | Piece,
+        scores: Sequence[TokenScore] | None,
+    ) -> list[ScoredToken]:
+        """New tokens with their scores.
+
+        After an echoed prompt the end token is included: clients that score prompts cut off as
+        many entries as there are new tokens.
+        """
+        if not self._request.logprobs:
+            return []
+        echo = self._echo(handle)
+        if echo is None:
+            return scored_tokens(sequence.tokens, scores, sequence.starts, handle.request.eos)
+        offsets = [len(echo.text) + start for start in sequence.starts]
+        return scored_tokens(sequence.tokens, scores, offsets, ())
+
+    def _finish_reason(self, index: int) -> str:
+        """OpenAI's finish reason of a sample.
+
+        Raises:
+          APIError: if the sample failed or was cancelled.
+        """
+        handle = self._handles[index]
+        for guide in (handle.request.guide, *(result.guide for result in handle.beam_results)):
+            problem = getattr(guide, "error", None)
+            if problem is not None:
+                raise APIError(500, f"the text could not follow the grammar: {problem}")
+        if handle.reason not in _FINISH_REASONS:
+            message = "the server is shutting down, and this request took too long"
+            raise APIError(503, message)
+        return self._reason(handle.reason)
+
+    def _reason(self, reason: str) -> str:
+        return _FINISH_REASONS[reason] if self._request.max_tokens else "length"
+
+    def _event(self, choice: JsonObject | None) -> bytes:
+        """A server-sent event with a chunk; None for the event with the usage."""
+        choices = [] if choice is None else [choice]
+        event = {**self._header, "object": self._schema.chunk_type, "choices": choices}
+        if self._request.include_usage:
+            event["usage"] = None if choice else self._usage()
+        return b"data: " + to_json(event) + b"\n\n"
+
+    def _usage(self) -> JsonObject:
+        # Each prompt counts once, with the cached tokens of its first sample.
+        first_samples = self._handles[:: self._request.samples]
+        prompt = sum(len(handle.request.tokens) for handle in first_samples)
+        cached = sum(handle.cached_tokens for handle in first_samples)
+        sequences = [each for handle in self._handles for each in handle.beam_results or [handle]]
+        new = sum(len(each.tokens) for each in sequences) if self._request.max_tokens else 0
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+async def _merge_pieces(
+    service: Service, handles: Sequence[Handle]
+) -> AsyncGenerator[tuple[int, Piece | None], None]:
+    """The pieces of all handles as they come, each with the index of its handle.
+
+    The last piece of a handle is None. The queue is bounded, so a slow client holds up only its
+    own request. Handles that are not read to their end are cancelled.
+
+    Raises:
+      NonFiniteError: as ``Service.pieces``.
+      StoppedError: as ``Service.pieces``.
+    """
+    queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(len(handles))
+
+    async def read(index: int) -> None:
+        try:
+            async with aclosing(service.pieces(handles[index])) as pieces:
+                async for piece in pieces:
+                    await queue.put((index, piece))
+            await queue.put((index, None))
+        except Exception as error:
+            await queue.put((index, error))
+
+    readers = [asyncio.create_task(read(index)) for index in range(len(handles))]
+    try:
+        unfinished = len(handles)
+        while unfinished:
+            index, piece = await queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            unfinished -= piece is None
+            yield index, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.wait(readers)
+        for handle in handles:  # a cancelled reader may not have started
+            service.forget(handle)
+
 
 _EVENT_STREAM = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

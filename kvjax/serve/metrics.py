@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
-from kvjax.serve.errors import JsonObject
+from kvjax.serve.json_body import JsonObject
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)

@@ -9,8 +9,7 @@ from kvjax.engine.request import RequestParams
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.guides.masks import Guide
 from kvjax.sampling.params import PARAMS
-from kvjax.serve.errors import APIError, JsonObject
-from kvjax.serve.fields import Fields, is_number, parse_object
+from kvjax.serve.json_body import APIError, Fields, JsonObject, is_number, parse_object
 from kvjax.serve.logprobs import Echo, ScoredToken
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256

@@ -1,4 +1,4 @@
-"""A server's settings, and the state that its requests share."""
+"""A server's settings, its limits, and the state that its requests share."""
 
 import math
 import time
@@ -9,9 +9,120 @@ from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service
 from kvjax.generation.guides.grammars import Guides
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.serve.limits import Limits, RequestQueue
+from kvjax.policies.model_config import new_tokens_for, positions_needed
+from kvjax.prefixes.pool_config import PoolConfig
+from kvjax.serve.json_body import APIError
 from kvjax.serve.logprobs import TokenTexts
 from kvjax.serve.metrics import Metrics
+
+RETRY_AFTER = 1
+"""The ``Retry-After`` header of a rejected request, in seconds."""
+
+
+class Limits:
+    """The limits on one request.
+
+    ``max_len``: positions for a prompt and its new tokens; ``max_sequences``: samples or beams,
+    over all prompts.
+    """
+
+    def __init__(self, pool_config: PoolConfig, max_sequences: int) -> None:
+        self.max_len, self.max_sequences = _longest_sequence(pool_config), max_sequences
+
+    def check_prompt_count(self, count: int) -> None:
+        """Raise ``APIError`` if there are more prompts than sequences."""
+        if count > self.max_sequences:
+            message = f"prompt has {count} prompts; this server accepts {self.max_sequences}"
+            raise APIError(400, message, param="prompt")
+
+    def max_new_tokens(
+        self, prompts: list[list[int]], requested: int | None, default: int | None
+    ) -> int:
+        """The number of new tokens for each prompt: as requested, else ``default``, else as many
+        as fit.
+
+        Raises:
+          APIError: if they do not fit.
+        """
+        longest = max(map(len, prompts))
+        available = new_tokens_for(self.max_len, longest)
+        limit = min(available, default or available) if requested is None else requested
+        if limit < 1 or limit > available:
+            needed = positions_needed(longest, limit)
+            new = f" and {limit} new tokens need {needed} positions" if limit > 0 else ""
+            message = f"{longest} prompt tokens{new}; this server has room for {self.max_len}"
+            raise APIError(400, message, param="prompt", code="context_length_exceeded")
+        return limit
+
+
+def _longest_sequence(pool_config: PoolConfig) -> int:
+    """The longest sequence that fits an engine's positions and pools, in tokens."""
+
+    def fits(tokens: int) -> bool:
+        return all(
+            kind.max_pages(tokens) <= (kind.page_group.layout.pool or 0)
+            for kind in pool_config.groups
+        )
+
+    low, high = 0, pool_config.max_len
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+class RequestQueue:
+    """Counts the sequences that run or wait, up to ``capacity``."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity, self.in_use = capacity, 0
+
+    def check(self, count: int) -> None:
+        """Raise ``APIError`` if the queue can't take ``count`` more sequences now."""
+        if self.in_use + count > self.capacity:
+            raise APIError(
+                429,
+                f"the queue is full ({self.capacity} sequences): try again later",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_AFTER)},
+            )
+
+    def reserve(self) -> "Reservation":
+        """Reserve a place for one sequence of a new request.
+
+        Raises:
+          APIError: if the queue is full.
+        """
+        return Reservation(self)
+
+
+class Reservation:
+    """The places that one request takes in the queue, until its context ends."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue, self._count = queue, 0
+        self.grow(1)
+
+    def __enter__(self) -> "Reservation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._queue.in_use -= self._count
+        self._count = 0
+
+    def grow(self, count: int) -> None:
+        """Reserve ``count`` places in total.
+
+        Raises:
+          APIError: if that is more than the queue can ever take, or takes now.
+        """
+        capacity, more = self._queue.capacity, count - self._count
+        if count > capacity:
+            message = f"the request needs {count} sequences; this server accepts {capacity}"
+            raise APIError(400, message)
+        self._queue.check(more)
+        self._queue.in_use += more
+        self._count = count
 
 
 @dataclass(frozen=True, kw_only=True)
