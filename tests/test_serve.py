@@ -1000,7 +1000,9 @@ def test_monitoring_endpoints(running):
     assert all(any(name + end in samples for end in ends) for name in documented), documented
     stats = running.http.get("/stats").json()
     assert stats["pages"] == [ROWS * LONGEST // 16] and stats["model"] == MODEL
-    assert {"used_pages", "cached_pages", "running", "waiting", "usage", "tokens_per_second"} <= set(stats)
+    assert stats.keys() >= {
+        "used_pages", "cached_pages", "running", "waiting", "usage", "tokens_per_second",
+    }  # fmt: skip
 
 
 def test_page_loads_nothing_else(running):
