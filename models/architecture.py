@@ -37,18 +37,16 @@ from .config import (
     SharingConfig,
     T5Config,
 )
-from .decoder import Decoder
+from .decoder import Decoder, Phi3
 from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without_unknown
-from .gemma3n import Gemma3n
-from .gemma4 import Gemma4
+from .gemma import Gemma3n, Gemma4
 from .gpt2 import GPT2
 from .llama4 import Llama4
 from .moe import Moe
 from .neox import NeoX
-from .phi3 import Phi3
-from .saving import save
 from .sharding import param_shardings
 from .t5 import T5
+from .weights import save
 
 FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
@@ -220,7 +218,7 @@ class Architecture:
         )  # fmt: skip
 
     def save(self, params: Params, checkpoint: Path, folder: Path) -> None:
-        """Write parameters as a checkpoint: see ``kvjax.models.saving``."""
+        """Write parameters as a checkpoint: see ``kvjax.models.weights``."""
         save(self.config, without_source(params), checkpoint, folder)
 
     @allow_host_to_device

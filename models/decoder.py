@@ -3,8 +3,9 @@
 Each layer has grouped-query attention with rotary positions and a gated feed-forward layer. Norms
 are applied before each of the two, in Gemma also after, and in OLMo 2 only after (Touvron et al.,
 arXiv:2302.13971; Jiang et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2,
-arXiv:2408.00118; Gemma 3, arXiv:2503.19786; OLMo 2, arXiv:2501.00656). Attributes have the same
-names as the tensors in Transformers.
+arXiv:2408.00118; Gemma 3, arXiv:2503.19786; OLMo 2, arXiv:2501.00656). In Phi-3 (Abdin et al.,
+arXiv:2404.14219) one projection computes queries, keys and values, and one computes the gate and up
+halves of the feed-forward layer. Attributes have the same names as the tensors in Transformers.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +19,7 @@ from kvjax.core.compat import flax_0_12_list
 
 from .config import DecoderConfig
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
-from .layers import Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
+from .layers import ACTIVATIONS, Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
 
@@ -196,3 +197,56 @@ class Decoder(Frame):
         if (cap := self.config.final_logit_softcapping) is not None:
             logits = cap * jnp.tanh(logits / cap)
         return logits
+
+
+class FusedAttention(Attention):
+    """Attention with a fused projection of queries, keys and values."""
+
+    def make_projections(self, width: int, kv_width: int, rngs: nnx.Rngs) -> None:
+        config = self.config
+        self.ends = (width, width + kv_width)
+        self.qkv_proj = self.linear(config.hidden_size, width + 2 * kv_width, config.qkv_bias, rngs)
+
+    def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
+        queries, keys, values = jnp.split(self.qkv_proj(x), self.ends, axis=-1)
+        return queries, keys, values
+
+
+class FusedFeedForward(nnx.Module):
+    """``down(act(gate) * up)`` with a fused projection of gate and up."""
+
+    def __init__(self, config: DecoderConfig, rngs: nnx.Rngs):
+        hidden, inner, dtype = config.hidden_size, config.intermediate_size, config.dtype
+        self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate_up_proj = Linear(hidden, 2 * inner, bias=False, dtype=dtype, rngs=rngs)
+        self.down_proj = Linear(inner, hidden, bias=False, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: Hidden) -> Hidden:
+        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
+        return self.down_proj(self.activation(gate) * up)
+
+
+class Phi3Block(Block):
+    """One layer."""
+
+    attention: ClassVar = FusedAttention
+
+    def make_feed_forward(
+        self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
+    ) -> FusedFeedForward:
+        return FusedFeedForward(config, rngs)
+
+
+class Phi3(Decoder):
+    """Phi-3 with its language-model head."""
+
+    block: ClassVar = Phi3Block
+    divided: ClassVar = {
+        "embed_tokens": Divided.ROWS,
+        # The outputs of the next two are fused: shards of them would not align with the parts.
+        "qkv_proj": Divided.INPUTS,
+        "gate_up_proj": Divided.INPUTS,
+        "o_proj": Divided.ATTENDED,
+        "down_proj": Divided.INPUTS,
+        "lm_head": Divided.ROWS,
+    }

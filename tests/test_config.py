@@ -25,7 +25,7 @@ from kvjax.models import (
 )
 from kvjax.models.config import Config
 from kvjax.models.config_json import READERS
-from kvjax.models.generation import GenerationDefaults, read_generation
+from kvjax.models.loading import GenerationDefaults, read_generation
 from kvjax.policies.model_config import layer_heads, same_rotary
 
 LLAMA: dict[str, Any] = {

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
-from kvjax.models import saving
+from kvjax.models import weights
 from kvjax.models.moe import Experts
 
 FIELDS = {
@@ -97,7 +97,7 @@ def test_joined_ones_stay_in_one_file(tmp_path: Path, monkeypatch: pytest.Monkey
     (folder / "config.json").write_text(json.dumps({**FIELDS, **fields, "num_local_experts": 3}))
     model = models.Architecture(models.read_config(folder))
     params = model.init_params(0)
-    monkeypatch.setattr(saving, "SHARD", 1)
+    monkeypatch.setattr(weights, "SHARD", 1)
     model.save(params, folder, tmp_path / "saved")
     assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 3
     again = models.load(tmp_path / "saved", dtype="float32")

@@ -24,7 +24,7 @@ from kvjax.generation.options import GenerationOptions
 from kvjax.generation.request import prepare_request, prompt_chunks
 from kvjax.generation.session import Session
 from kvjax.layouts import Paged, Ring
-from kvjax.models.generation import GenerationDefaults
+from kvjax.models.loading import GenerationDefaults
 from kvjax.prefixes import sequences as cached_sequences
 from kvjax.prefixes.radix import TIERS
 from tests.alive import alive

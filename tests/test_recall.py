@@ -8,8 +8,7 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.models.recall import FOLDER
-from kvjax.models.recall.measure import recall, rows
-from kvjax.models.recall.task import KEYS, VOCABULARY, lesson, quiz
+from kvjax.models.recall.measure import KEYS, VOCABULARY, lesson, quiz, recall, rows
 from kvjax.models.recall.train import RECIPE, STAGES, Lessons, recall_loss
 
 FACTS = 128

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.models import tiny
-from kvjax.models.tiny import augment, corpus, data, evaluation, ngram, recipe, tokenization, train
+from kvjax.models.tiny import corpus, data, evaluation, recipe, train
 from tests.texts import parts as parts_of_the_corpus
 
 FOLDER = Path(tiny.__file__).parent
@@ -132,7 +132,7 @@ def test_trigram_probabilities_sum_to_one():
     learnt = [np.concatenate([[0], rng.integers(1, 7, 200)])]
     for first, second in ((1, 2), (3, 3), (0, 0)):
         tests = [np.array([0, first, second, token]) for token in range(7)]
-        total = sum(np.exp(-ngram.trigram_losses(learnt, [t], 7)[2]) for t in tests)
+        total = sum(np.exp(-evaluation.trigram_losses(learnt, [t], 7)[2]) for t in tests)
         assert total == pytest.approx(1.0)
 
 
@@ -142,7 +142,7 @@ def test_renaming_is_the_same_throughout_a_document():
         "b": "a folder of messages, and the parser's parser in the Parser",
         "c": "another folder",
     }
-    renamer = augment.Renamer(texts.values(), share=1.0, spread=1)
+    renamer = data.Renamer(texts.values(), share=1.0, spread=1)
     assert renamer.pool == ["mailbox", "parser"]
     found = renamer.rename(texts["b"], np.random.default_rng(1))
     name = found.split("'s")[0].split()[-1]
@@ -150,14 +150,14 @@ def test_renaming_is_the_same_throughout_a_document():
     assert found == f"a folder of messages, and the {name}'s {name} in the {name.title()}"
     made = {renamer.rename(texts["a"], np.random.default_rng(seed)) for seed in range(20)}
     assert "class Parser: a parser of PARSER messages in the mailboxes folder" in made
-    untouched = augment.Renamer(texts.values(), share=0.0, spread=1)
+    untouched = data.Renamer(texts.values(), share=0.0, spread=1)
     assert untouched.rename(texts["a"], np.random.default_rng(0)) == texts["a"]
 
 
 def test_repeated_stretches_come_after_their_first_place():
     windows = np.arange(40 * 101).reshape(40, 101)
     rng = np.random.default_rng(3)
-    made = augment.repeat_stretches(windows, 0.5, rng, least=5, most=20)
+    made = data.repeat_stretches(windows, 0.5, rng, least=5, most=20)
     changed = [i for i in range(40) if (made[i] != windows[i]).any()]
     assert 10 <= len(changed) <= 30
     for i in changed:
@@ -176,7 +176,7 @@ def test_training_resumes_to_the_same_state(tmp_path):
         context=16, rows=2, steps=2, warmup=1,
     )  # fmt: skip
     text = {"a": "Return the next item. " * 40}
-    tokenizer = tokenization.train_tokenizer(text.values(), small.vocab_size)
+    tokenizer = data.train_tokenizer(text.values(), small.vocab_size)
     windows = data.Data({"train": text, "validation": text}, tokenizer, small)
 
     def run(folder: Path, until: int) -> dict:

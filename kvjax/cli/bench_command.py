@@ -126,7 +126,7 @@ def random_model(name: str, shape: ModelShape, dtype: str | None) -> LanguageMod
     """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config import LlamaConfig, RopeConfig
-    from kvjax.models.generation import GenerationDefaults
+    from kvjax.models.loading import GenerationDefaults
 
     if not shape.gated or shape.learned_positions:
         raise ValueError(

@@ -14,11 +14,10 @@ import optax
 from jaxtyping import Array, Int
 
 from ..architecture import Architecture, Params
-from ..tiny.export import export
 from ..tiny.recipe import Recipe
-from ..tiny.train import Trainer
+from ..tiny.train import Trainer, export
 from . import FOLDER
-from .task import VOCABULARY, lesson
+from .measure import VOCABULARY, lesson
 
 RECIPE = Recipe(
     vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, layers=2, heads=2, kv_heads=2,

@@ -1,14 +1,68 @@
-"""Tokenize the documents and cut them into training windows."""
+"""Tokenize the documents, augment them, and cut them into training windows.
+
+The tokenizer is byte-level BPE, trained only on the training text.
+
+The training text is only a few megabytes, and the model sees it several times. Without augmentation
+it memorizes the names, but for unseen text it must look them up in the context, at any distance.
+Therefore each epoch replaces some rare words of a document by other words, consistently within the
+document, and some windows contain a passage twice.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kvjax.generation.loaded_model import LanguageModel
 
-from .augment import Renamer, repeat_stretches
 from .corpus import read_parts
 from .recipe import Recipe
-from .tokenization import END
+
+END = "<|endoftext|>"
+"""Precedes every document. Its id is 0."""
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Train BPE merges. The vocabulary contains ``END``, the 256 bytes, and the merges."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, context: int) -> None:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``.
+
+    The tokenizer does not add a BOS token: training windows start anywhere in a document, and so
+    can prompts.
+    """
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": END,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": END,
+        "model_max_length": context,
+        "pad_token": END,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
+    )
 
 
 class Data:
@@ -71,3 +125,67 @@ def part_tokens(part: str, lm: LanguageModel) -> list[int]:
 def _windows(stream: np.ndarray, start: int, count: int, context: int) -> np.ndarray:
     at = start + context * np.arange(count)[:, None] + np.arange(context + 1)
     return stream[at]
+
+
+WORD = re.compile(r"[A-Z]?[a-z]{3,}|[A-Z]{4,}")
+"""A word, or a part of an identifier in camel case or with underscores."""
+
+
+class Renamer:
+    """Replaces rare words of a document by other rare words.
+
+    Args:
+      texts: the documents.
+      share: the probability that a rare word of a document is replaced.
+      spread: a word is rare if it occurs at least twice, but in at most ``spread`` documents.
+    """
+
+    def __init__(self, texts: Iterable[str], *, share: float, spread: int = 4):
+        documents, total = Counter[str](), Counter[str]()
+        for text in texts:
+            words = Counter(word.lower() for word in WORD.findall(text))
+            documents.update(words.keys())
+            total.update(words)
+        self.share = share
+        self.pool = sorted(w for w, n in documents.items() if n <= spread and total[w] > 1)
+        self._rare = set(self.pool)
+
+    def rename(self, text: str, rng: np.random.Generator) -> str:
+        """Replace some rare words of a text, each consistently in the whole text."""
+        mine = sorted(self._rare.intersection(word.lower() for word in WORD.findall(text)))
+        chosen = [word for word in mine if rng.random() < self.share]
+        others = rng.choice(len(self.pool), len(chosen), replace=False)
+        names = {word: self.pool[at] for word, at in zip(chosen, others, strict=True)}
+
+        def other(match: re.Match[str]) -> str:
+            word = match[0]
+            name = names.get(word.lower())
+            if name is None:
+                return word
+            return name.upper() if word.isupper() else name.title() if word[0].isupper() else name
+
+        return WORD.sub(other, text)
+
+
+def repeat_stretches(
+    windows: np.ndarray, share: float, rng: np.random.Generator, *, least: int = 32, most: int = 256
+) -> np.ndarray:
+    """Copy a random passage of some windows to a later place in the same window.
+
+    Args:
+      windows: int32[windows, length] of token ids.
+      share: the fraction of windows to change.
+      rng: the random number generator.
+      least, most: the minimum and maximum length of a passage in tokens.
+
+    Returns:
+      int32[windows, length], a copy of ``windows`` in which the passages are overwritten.
+    """
+    made, length = windows.copy(), windows.shape[1]
+    most = min(most, length // 2)
+    for row in np.flatnonzero(rng.random(len(made)) < share):
+        size = int(rng.integers(min(least, most), most + 1))
+        first = int(rng.integers(0, length - 2 * size + 1))
+        second = int(rng.integers(first + size, length - size + 1))
+        made[row, second : second + size] = made[row, first : first + size]
+    return made

@@ -10,8 +10,8 @@ import pytest
 
 from kvjax.models.config import GemmaConfig, LlamaConfig, RopeConfig
 from kvjax.models.config_json import read_config
-from kvjax.models.generation import read_generation
 from kvjax.models.layers import ACTIVATIONS
+from kvjax.models.loading import read_generation
 from kvjax.models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvjax import models
-from kvjax.models import saving
+from kvjax.models import weights
 from tests.oracle.conftest import run_reference
 from tests.oracle.test_logits import GPT2, SMALL, TOLERANCE, worst
 
@@ -31,7 +31,7 @@ def test_a_trained_model_that_is_saved(
     trained = jax.tree.map(
         lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape, x.dtype), lm.params
     )
-    monkeypatch.setattr(saving, "SHARD", 20_000)
+    monkeypatch.setattr(weights, "SHARD", 20_000)
     lm.with_params(trained).save(tmp_path / "trained")
     assert len(list((tmp_path / "trained").glob("*.safetensors"))) > 1
     found = run_reference(tmp_path / "trained", torch, transformers)
