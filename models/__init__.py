@@ -23,9 +23,9 @@ from .config import (
     RopeConfig,
     T5Config,
 )
+from .config_fields import supported
 from .config_json import read_config
 from .loading import load
-from .model_types import supported
 from .rope import model_rotary
 from .text import Tokenizer
 

@@ -13,9 +13,9 @@ from .config_fields import (
     read_rope,
     read_ropes,
     read_shared,
+    refused,
 )
 from .json_fields import Fields
-from .model_types import refused
 
 _GEMMA2 = Family(
     256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,

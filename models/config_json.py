@@ -19,11 +19,19 @@ from .config import (
     Phi3Config,
     T5Config,
 )
-from .config_fields import Family, RopeForm, read_dtype, read_rope, read_shared
+from .config_fields import (
+    FAMILIES,
+    Family,
+    RopeForm,
+    check_model_type,
+    read_dtype,
+    read_rope,
+    read_shared,
+    refused,
+)
 from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
 from .json_fields import Fields, read_json
 from .layers import ACTIVATIONS
-from .model_types import FAMILIES, check_model_type, refused
 from .multimodal import text_fields
 
 _LLAMAS = {

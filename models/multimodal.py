@@ -14,9 +14,8 @@ from typing import Any
 
 from kvjax.core.reporting import readable_bytes
 
-from .config_fields import read_dtype
+from .config_fields import EVERYWHERE, FAMILIES, RELATIVES, check_model_type, read_dtype
 from .json_fields import Fields, read_json
-from .model_types import EVERYWHERE, FAMILIES, RELATIVES, check_model_type
 from .stored import Stored, StoredTensor
 
 

@@ -482,20 +482,20 @@ FAULTS = (
         "            self._fail(error)", "            del error", ("engine",),
     ),
     Fault(
-        "a group's rows depend on the other rows' lengths", "attention/ragged.py",
+        "a group's rows depend on the other rows' lengths", "attention/paths.py",
         "        return blockwise(inputs.take_rows(rows), even=True)",
         "        return blockwise(inputs.take_rows(rows))", ("engine",),
     ),
     Fault(
-        "a shared page is taken for a row's own", "attention/ragged.py",
+        "a shared page is taken for a row's own", "attention/paths.py",
         "(jnp.max(times) <= 1)", "(jnp.max(times) <= 9)", ("any_length",),
     ),
     Fault(
-        "the check for non-finite values is removed", "attention/ragged.py",
+        "the check for non-finite values is removed", "attention/paths.py",
         "jnp.all(jnp.isfinite(partial.weighted))", "jnp.bool_(True)", ("any_length",),
     ),
     Fault(
-        "rows are returned in the order of their lengths", "attention/ragged.py",
+        "rows are returned in the order of their lengths", "attention/paths.py",
         "jnp.zeros_like(inputs.queries).at[order].set(output)",
         "output[:batch]", ("any_length",),
     ),
@@ -625,7 +625,7 @@ FAULTS = (
         "if call is None else call.positions", "if True else call.positions", ("frameworks",),
     ),
     Fault(
-        "Linen passes no mask to attention", "adapters/_flax_attention.py",
+        "Linen passes no mask to attention", "adapters/_running.py",
         "return inspect.signature(self.own)",
         "return inspect.signature(lambda query, key, value: query)", ("frameworks",),
     ),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvjax
-from kvjax.attention import ragged
+from kvjax.attention import paths
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.paths import PATHS, ragged_batches, select_path
 from tests.copies import copies
@@ -91,9 +91,9 @@ def test_paths_agree(name, rows):
 @pytest.fixture
 def walked(monkeypatch):
     """Return NaN if pages are not multiplied in place."""
-    monkeypatch.setattr(ragged, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
+    monkeypatch.setattr(paths, "evenly", lambda call: jnp.full_like(call.queries, jnp.nan))
     # A new function, for which no trace is cached.
-    monkeypatch.setitem(PATHS, "pages", lambda call: ragged.over_pages(call))
+    monkeypatch.setitem(PATHS, "pages", lambda call: paths.over_pages(call))
 
 
 def in_pages(cache, path="pages", **settings):
@@ -156,7 +156,7 @@ def test_short_rows_are_grouped(monkeypatch):
         seen.append(np.asarray(call.length).tolist())
         return blockwise(call, even=even)
 
-    monkeypatch.setattr(ragged, "blockwise", noted)
+    monkeypatch.setattr(paths, "blockwise", noted)
     many = lengths(10)
     cache = held(POLICIES["paged"], many)
     with jax.disable_jit():
@@ -209,7 +209,7 @@ def test_default_paths_of_ragged_batches():
     for exact in (True, False):
         with ragged_batches(exact=exact):
             names[exact] = select_path(None, policy, 1)
-    assert names == {True: ragged.evenly, False: ragged.over_pages}
+    assert names == {True: paths.evenly, False: paths.over_pages}
     assert select_path(None, policy, 1) is blockwise
 
 

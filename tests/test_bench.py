@@ -14,7 +14,7 @@ import kvjax
 from kvjax import bench, cli, models
 from kvjax.bench import _timing as timing
 from kvjax.bench import measuring
-from kvjax.bench.tables import decode_rows, part_rows
+from kvjax.bench.measuring import decode_rows, part_rows
 from kvjax.cli import bench_command
 from kvjax.layouts import Growing
 from kvjax.memory import shapes as model_shape

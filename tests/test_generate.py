@@ -14,8 +14,8 @@ import tokenizers
 import kvjax
 from kvjax.codecs import Integer
 from kvjax.generation import options, programs
-from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.generator import generate, stream
+from kvjax.generation.model import capacity_bucket
 from kvjax.generation.request import padded_width
 from kvjax.layouts import Growing
 from kvjax.memory import InferenceLimits

@@ -35,7 +35,7 @@ from kvjax.core.compat import JAX
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Growing, Paged, Ring
 from kvjax.placement.mesh import MeshSharding
-from kvjax.placement.tpu import orders_of
+from kvjax.placement.order import orders_of
 from tests.matrix import tiny_config
 
 HEADS, KV, TOKENS = 4, 2, 384

@@ -7,8 +7,7 @@ from typing import Any
 import flax.linen as nn
 from jaxtyping import PyTree
 
-from kvjax.adapters._flax_attention import cached_attention
-from kvjax.adapters._running import TokensFirst, call_model, positions, running
+from kvjax.adapters._running import TokensFirst, cached_attention, call_model, positions, running
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, Tokens

@@ -1,19 +1,149 @@
-"""Attention paths: implementations that compute the same output, and which one is the default."""
+"""Attention paths: implementations that compute the same output, and which one is the default.
+
+Two paths are for batches whose rows have very different lengths, as in an engine. The path ``even``
+groups rows of similar lengths, so that few of them walk as far as the longest. The path ``pages``
+multiplies queries with the pages of a pool in place, in the spirit of paged attention (Kwon et al.,
+arXiv:2309.06180).
+"""
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from kvjax.attention.blocks import MAX_QUERIES, blockwise, bucketed, reference
+import jax.numpy as jnp
+from jax import lax
+
+from kvjax.attention.blocks import (
+    MAX_QUERIES,
+    MIN_FILLED,
+    SCORE_ARRAYS,
+    blockwise,
+    bucketed,
+    has_product_dtype,
+    reference,
+)
 from kvjax.attention.kernels.dispatch import kernels_for, pallas
-from kvjax.attention.ragged import evenly, over_pages
-from kvjax.attention.softmax import AttentionInputs, Unsupported
+from kvjax.attention.softmax import LOWEST, AttentionInputs, Partial, Unsupported
+from kvjax.cache.sections import Section
+from kvjax.core import control_flow
+from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import has_auto_axes
-from kvjax.core.target import Target
-from kvjax.core.typing import AttentionOutput
+from kvjax.core.target import Target, on_cpu
+from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.policies.cache_policy import CachePolicy
+
+GROUP_ROWS = 4
+"""Rows in a group."""
+
+
+def evenly(inputs: AttentionInputs) -> AttentionOutput:
+    """Attention by blocks of one size; on CPUs for a few rows at a time, the shortest first.
+
+    Grouping copies what rows own. Only layers in pages are grouped, since copying a table is cheap.
+    Stacks are not grouped, and a bias may depend on the row, so neither are calls with one.
+    """
+    batch, view = len(inputs.length), inputs.view
+    paged = view.layer_cache.policy.page_group is not None and view.layer is None
+    if batch <= GROUP_ROWS or not on_cpu() or not paged or inputs.mask.bias:
+        return blockwise(inputs, even=True)
+
+    def attend_rows(rows: Array) -> AttentionOutput:
+        return blockwise(inputs.take_rows(rows), even=True)
+
+    order = jnp.argsort(inputs.length)
+    # The longest row is repeated to fill the last group.
+    order = jnp.pad(order, (0, -batch % GROUP_ROWS), mode="edge")
+    output = lax.map(attend_rows, order.reshape(-1, GROUP_ROWS))
+    output = output.reshape(-1, *inputs.queries.shape[1:])
+    return jnp.zeros_like(inputs.queries).at[order].set(output)
+
+
+def over_pages(inputs: AttentionInputs) -> AttentionOutput:
+    """Attention over all pages of a pool in place if that is faster, otherwise ``evenly``.
+
+    To multiply row by row, a CPU must first copy the pages of each row together, which takes as
+    long as everything else. If most pages of the pool are in use, and none is shared, it is faster
+    to multiply each page with the queries of its owner, without copies.
+    """
+    if not _is_supported(inputs):
+        return evenly(inputs)
+    (section,) = inputs.sections
+    count, table = len(section.keys), section.pages
+    assert table is not None
+    batch, columns = table.shape
+    slots = jnp.arange(columns * section.page, dtype=jnp.int32)
+    positions = section.positions(slots, 0).reshape(batch, columns, section.page)
+    # Columns of the table whose pages hold tokens, and the indices of those pages in the pool.
+    used = jnp.any(positions >= 0, axis=2) & (table >= 0)
+    at = jnp.where(used, table, count)
+    times = jnp.zeros(count, jnp.int32).at[at].add(1, mode="drop")
+    mostly_used = jnp.sum(used, dtype=jnp.int32) >= math.ceil(MIN_FILLED * count)
+    pays = mostly_used & (jnp.max(times) <= 1)
+
+    def attend_pages() -> tuple[AttentionOutput, Array]:
+        owner = jnp.broadcast_to(jnp.arange(batch, dtype=jnp.int32)[:, None], at.shape)
+        owner = jnp.zeros(count, jnp.int32).at[at].set(owner, mode="drop")
+        tokens = jnp.full((count, section.page), -1, jnp.int32).at[at].set(positions, mode="drop")
+        partial = _multiply_pages(inputs, section, owner, tokens, at)
+        # Empty slots may hold NaN, and 0 * NaN is NaN.
+        return inputs.finish(partial), jnp.all(jnp.isfinite(partial.weighted))
+
+    def skip() -> tuple[AttentionOutput, Array]:
+        return jnp.zeros_like(inputs.queries), jnp.bool_(False)
+
+    output, done = control_flow.cond(pays, attend_pages, skip)
+    result: AttentionOutput = control_flow.cond(done, lambda: output, lambda: evenly(inputs))
+    return result
+
+
+def _multiply_pages(
+    inputs: AttentionInputs, section: Section, owner: PerRow, tokens: Array, at: Array
+) -> Partial:
+    """The softmax of every row over its pages.
+
+    Args:
+      inputs, section: the queries, and the section of pages.
+      owner: int32[pages], the row that owns each page.
+      tokens: int32[pages, page], the positions of their slots.
+      at: int32[batch, columns], the pages of each row; an unused column has the number of pages.
+    """
+    mask, queries = inputs.mask.take_rows(owner), inputs.rows(section)[owner]
+    products = section.scores(queries, section.keys, tokens, long=True)
+    scores, seen = mask.scores(products, tokens, section)
+    scores = jnp.where(seen, scores, LOWEST)
+    highest = scores.max(-1).at[at].get(mode="fill", fill_value=LOWEST).max(1)
+    # This is above LOWEST, so the weights of keys that are not seen are exactly 0.
+    highest = jnp.maximum(highest, LOWEST / 2)
+    weights = jnp.exp(scores - highest[owner][..., None])
+    total = weights.sum(-1).at[at].get(mode="fill", fill_value=0).sum(1)
+    weighted = section.weighted_values(weights, section.values, None, queries.dtype.name)
+
+    def add_column(number: Array, sums: Array) -> Array:
+        return sums + weighted.at[at[:, number]].get(mode="fill", fill_value=0)
+
+    last = jnp.max(jnp.where(at < len(owner), arange_row(at.shape[1]) + 1, 0))
+    sums = jnp.zeros((len(at), *weighted.shape[1:]), weighted.dtype)
+    return Partial(highest, total, control_flow.fori_loop(0, last, add_column, sums))
+
+
+def _is_supported(inputs: AttentionInputs) -> bool:
+    """Whether pages can be multiplied in place: they hold raw numbers, and there are few enough
+    queries that the intermediate arrays of a page are much smaller than its keys."""
+    if not on_cpu() or inputs.shard is not None or inputs.mask.bias or len(inputs.sections) > 1:
+        return False
+    (section,), new = inputs.sections, inputs.queries.shape[2]
+    rows = inputs.rows(section)
+    # In a stack most pages belong to other layers.
+    own_pages = section.pages is not None and section.layer is None
+    near = own_pages and not section.placement.needs_tail
+    # The scores, and the queries and outputs, compared with the keys of a page.
+    group, head_dim = rows.shape[2:]
+    few = SCORE_ARRAYS * group <= head_dim // 2 and SCORE_ARRAYS * group <= section.page
+    return near and new == 1 and few and section.unit == 1 and has_product_dtype(section, rows)
+
 
 Path = Callable[[AttentionInputs], AttentionOutput]
 """Computes the attention output. A path raises ``Unsupported`` while it is traced if it does not

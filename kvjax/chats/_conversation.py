@@ -22,8 +22,8 @@ from kvjax.chats.rendering import (
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import as_int, as_python
 from kvjax.generation.cache_choice import limit_memory
-from kvjax.generation.capacity import capacity_bucket, max_capacity
 from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import capacity_bucket, max_capacity
 from kvjax.generation.options import CacheChoice, DecodingKeywords, GenerationOptions
 from kvjax.generation.request import GenerationRequest, prepare_request
 from kvjax.generation.results import GenerationResult

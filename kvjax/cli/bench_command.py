@@ -57,7 +57,7 @@ def bench(
     """Time decoding and prefill on this device, by batch size, prompt length and cache policy."""
     use_compilation_cache()
     from kvjax import models
-    from kvjax.bench import measure, tables
+    from kvjax.bench import measure, measuring
     from kvjax.quality import reports
 
     if shape is not None and (model is not None or revision is not None):
@@ -88,15 +88,15 @@ def bench(
     )
     name = model or shape or "the embedded model"
     if plot is not None:
-        tables.plot(report, plot, title=name)
+        measuring.plot(report, plot, title=name)
     if as_json:
         echo_json({"model": name} | dataclasses.asdict(report))
         return
     typer.echo(f"{name} in {report.dtype} on {report.device}, JAX {report.jax}\n")
-    typer.echo(reports.format_columns(tables.decode_rows(report)))
+    typer.echo(reports.format_columns(measuring.decode_rows(report)))
     typer.echo("\nmilliseconds of a decode step, by difference, and of the prefill of all rows\n")
-    typer.echo(reports.format_columns(tables.part_rows(report)))
-    typer.echo("\n".join(["", tables.device_line(report), *report.left_out]))
+    typer.echo(reports.format_columns(measuring.part_rows(report)))
+    typer.echo("\n".join(["", measuring.device_line(report), *report.left_out]))
 
 
 def _split_policies(options: list[str] | None) -> list[str]:

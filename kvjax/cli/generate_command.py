@@ -27,8 +27,8 @@ from kvjax.cli.output import (
 from kvjax.core.array_folder import check_writable_folder
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import UNLIMITED, CheckpointError
-from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import capacity_bucket
 from kvjax.generation.options import GenerateKeywords
 from kvjax.generation.results import GenerationResult, GenerationStats
 from kvjax.operations.saving import load_cache, save_cache

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import PerRow, Tokens
-from kvjax.generation.capacity import capacity_bucket
+from kvjax.generation.model import capacity_bucket
 from kvjax.layouts import Dense
 from kvjax.memory.sizes import device_bytes, has_encoder
 from kvjax.policies.cache_policy import CachePolicy

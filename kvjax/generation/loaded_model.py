@@ -18,9 +18,8 @@ from kvjax.core.array_folder import expand_user
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import put_on_mesh
 from kvjax.core.validation import as_list, is_traced, short_repr
-from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.encoder import SOURCE, encode_source, has_encoded, refuse_auto, without_source
-from kvjax.generation.model import GenerationDefaults
+from kvjax.generation.model import GenerationDefaults, capacity_bucket
 from kvjax.memory.sizes import has_encoder
 from kvjax.placement.device import Device
 from kvjax.placement.mesh import shard_over

@@ -21,7 +21,6 @@ from kvjax.generation.cache_choice import (
     parse_rotary_len,
     size_pools,
 )
-from kvjax.generation.capacity import capacity_bucket, choose_capacity, grown_capacity
 from kvjax.generation.drafts.draft_model import Draft, check_draft_positions, resolve_draft
 from kvjax.generation.encoder import source_bytes
 from kvjax.generation.guides.masks import CopyableGuide, parse_guides
@@ -35,7 +34,7 @@ from kvjax.generation.inputs import (
     tokenize_prompts,
 )
 from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.model import check_model
+from kvjax.generation.model import capacity_bucket, check_model, choose_capacity, grown_capacity
 from kvjax.generation.options import GenerationOptions
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.capacity import check_budget

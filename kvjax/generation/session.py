@@ -15,12 +15,12 @@ from kvjax.cache.state import KVCache
 from kvjax.core.transfer import commit_like, fetch, put_like_rows
 from kvjax.core.typing import Array
 from kvjax.generation import programs
-from kvjax.generation.capacity import grown_capacity, max_capacity
 from kvjax.generation.drafts.acceptance import Acceptance
 from kvjax.generation.drafts.propose import Proposer
 from kvjax.generation.drafts.speculative import SpeculativeDecoder
 from kvjax.generation.encoder import SOURCE, has_encoded
 from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import grown_capacity, max_capacity
 from kvjax.generation.programs import Cached, Context, Progress, Uncached
 from kvjax.generation.request import GenerationRequest, PromptChunk
 from kvjax.operations.capacity import Move, make_room, settle_in_budget

@@ -1,10 +1,18 @@
-"""Storage orders: how a device arranges the arrays of a store. See ``tpu.py`` for TPUs.
+"""Storage orders: how a device arranges the arrays of a store.
 
 A codec defines its store as arrays [batch, kv_heads, units, ...], where a unit is a token or a
 block. An ``Order`` maps such an array to the shape that is kept in memory, and back. Everywhere but
 on TPUs the two are the same (``AS_IS``).
+
+TPU memory is tiled: 128 lanes along the last axis, and 8 to 32 rows along the axis before it. XLA
+pads both axes to whole tiles. The small trailing axes of a quantized store, such as the scales of a
+block, would waste most of the memory. The orders for TPUs avoid the padding: blocks follow one
+another without an axis of their own, rows narrower than the lanes are folded side by side, and
+scales that tokens have run along the lanes.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +20,9 @@ from typing import Any, ClassVar, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from kvjax.codecs import MULTIPLE, Codec, CodecWrapper, Integer
 from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 
@@ -138,3 +148,240 @@ def arrange(stores: _T, orders: Orders) -> _T:
 def restore(stores: _T, orders: Orders) -> _T:
     """Undo ``arrange``."""
     return jax.tree.map(lambda x, order: order.restore(x), stores, orders)
+
+
+TILE = SUBLANES * LANES
+"""Numbers in a tile."""
+
+
+@functools.singledispatch
+def subblocks_of(codec: Codec) -> int:
+    """The number of subblocks of a block that share the rows of a codec's store.
+
+    The codes of several tokens may share a byte. Then a kernel reads a block one subblock after the
+    other: the n-th subblock has the n-th code of each byte.
+    """
+    return 1
+
+
+@subblocks_of.register
+def _(codec: Integer) -> int:
+    # 3-bit codes are packed as 2-bit codes and 1-bit codes.
+    return 8 if codec.bits == 3 else 8 // codec.bits
+
+
+@subblocks_of.register
+def _(codec: CodecWrapper) -> int:
+    return subblocks_of(codec.codec)
+
+
+@dataclass(frozen=True)
+class RowTiled(Order):
+    """Rows of channels, folded: [batch, kv_heads, units, rows, width] is stored as [batch,
+    kv_heads, units * rows / fold, fold * width].
+
+    The rows of a unit are split into ``fold`` runs, which are stored side by side.
+    """
+
+    tileable: ClassVar[bool] = True
+    rows: int = 1
+    width: int = 1
+    side_by_side: int = 1
+
+    @property
+    def fold(self) -> int:
+        return self.side_by_side
+
+    @property
+    def min_units(self) -> int:
+        return -(-SUBLANES // self.stride)
+
+    def arrange(self, x: Array) -> Array:
+        batch, heads, units = x.shape[:3]
+        x = x.reshape(batch, heads, units, self.fold, self.rows // self.fold, self.width)
+        return x.swapaxes(3, 4).reshape(batch, heads, -1, self.fold * self.width)
+
+    def restore(self, stored: Array) -> Array:
+        batch, heads = stored.shape[:2]
+        x = stored.reshape(batch, heads, -1, self.rows // self.fold, self.fold, self.width)
+        return x.swapaxes(3, 4).reshape(batch, heads, -1, self.rows, self.width)
+
+    def subblock(self, stored: Array, index: int, count: int) -> tuple[Array, int]:
+        heads, _, lanes = stored.shape
+        per_group = count // self.fold
+        x = stored.reshape(heads, -1, per_group, self.rows // count, lanes)[:, :, index % per_group]
+        return x.reshape(heads, -1, lanes), index // per_group
+
+    def shared_rows(self, stored: Array, index: int, count: int) -> Array:
+        """Select the row of the ``index``-th of ``count`` subblocks, [kv_heads, units, width], from
+        rows that several tokens of a unit share, such as the scales of channels."""
+        heads, _, lanes = stored.shape
+        row, per_group = index * self.rows // count, self.rows // self.fold
+        rows = stored.reshape(heads, -1, per_group, lanes)[:, :, row % per_group]
+        return rows[..., row // per_group * self.width : (row // per_group + 1) * self.width]
+
+
+@dataclass(frozen=True)
+class LaneTiled(Order):
+    """Numbers of tokens, along the lanes: [batch, kv_heads, units, rows, width] is stored as
+    [batch, kv_heads, subblocks * width, units * rows / subblocks]."""
+
+    tileable: ClassVar[bool] = True
+    rows: int = 1
+    width: int = 1
+    subblocks: int = 1
+
+    @property
+    def groups(self) -> int:
+        return self.width
+
+    def arrange(self, x: Array) -> Array:
+        batch, heads, units = x.shape[:3]
+        x = x.reshape(batch, heads, units, self.subblocks, self.rows // self.subblocks, self.width)
+        return x.transpose(0, 1, 3, 5, 2, 4).reshape(batch, heads, self.subblocks * self.width, -1)
+
+    def restore(self, stored: Array) -> Array:
+        batch, heads = stored.shape[:2]
+        rows = self.rows // self.subblocks
+        x = stored.reshape(batch, heads, self.subblocks, self.width, -1, rows)
+        return x.transpose(0, 1, 4, 2, 5, 3).reshape(batch, heads, -1, self.rows, self.width)
+
+    def of_subblock(self, stored: Array, index: int) -> Array:
+        """The numbers of one subblock's tokens: [kv_heads, width, n] of stored [kv_heads,
+        subblocks * width, n]."""
+        return stored[:, index * self.width : (index + 1) * self.width]
+
+
+@dataclass(frozen=True)
+class Transposed(Order):
+    """Tokens along the lanes: [batch, kv_heads, units, width] is stored as [batch, kv_heads, width,
+    units]. A TPU compiler chooses this order for rows narrower than the lanes in any case."""
+
+    transposed: ClassVar[bool] = True
+
+    def arrange(self, x: Array) -> Array:
+        return x.swapaxes(2, 3)
+
+    def restore(self, stored: Array) -> Array:
+        return stored.swapaxes(2, 3)
+
+
+@dataclass(frozen=True)
+class PaddedTiles(Order):
+    """Whole tiles per unit, to be fetched from host memory: [batch, kv_heads, units, rows, width]
+    is stored as [batch, units, tiles, 8, 128], with zeros after a unit's numbers.
+
+    ``shape``: [kv_heads, rows, width]. ``separate_heads``: each head has its own tiles, so that the
+    devices of a mesh can divide the heads.
+    """
+
+    shape: tuple[int, ...] = ()
+    separate_heads: bool = False
+
+    def arrange(self, x: Array) -> Array:
+        batch, heads, units = x.shape[:3]
+        # Tiles of 8 rows even for 8-bit numbers: XLA would transpose taller ones to copy them, and
+        # the whole array with them.
+        x = x.swapaxes(1, 2).reshape(batch, units, heads if self.separate_heads else 1, -1)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % TILE)))
+        return x.reshape(batch, units, -1, SUBLANES, LANES)
+
+    def restore(self, stored: Array) -> Array:
+        # Pinned: a copy between memories can't transpose as well.
+        stored = with_layout_constraint(stored, Layout(major_to_minor=tuple(range(stored.ndim))))
+        batch, units, tiles = stored.shape[:3]
+        heads, *unit = self.shape
+        numbers = math.prod(unit if self.separate_heads else self.shape)
+        pieces = tiles // -(-numbers // TILE)
+        heads = pieces if self.separate_heads else heads  # on a mesh, the device's own heads
+        x = stored.reshape(batch, units, pieces, -1)[..., :numbers]
+        return x.reshape(batch, units, heads, *unit).swapaxes(1, 2)
+
+    # A TPU slices host memory along a single axis, so rows and units are joined first.
+
+    def slice_row(self, stored: Array, row: Row, start: Array, like: Array) -> Array:
+        flat, begin = self._flatten(stored, row, start)
+        return lax.dynamic_slice_in_dim(flat, begin, like.shape[1])[None]
+
+    def update_row(self, stored: Array, row: Row, start: Array, units: Array) -> Array:
+        flat, begin = self._flatten(stored, row, start)
+        return lax.dynamic_update_slice_in_dim(flat, units[0], begin, 0).reshape(stored.shape)
+
+    def slice_layer(
+        self, stack: Array, layer: Array, start: Array | int, size: int, near: Move
+    ) -> Array:
+        rows = []
+        for row in range(stack.shape[1]):
+            flat, begin = self._flatten(stack, (layer, jnp.int32(row)), start)
+            rows.append(near(lax.dynamic_slice_in_dim(flat, begin, size)))
+        return jnp.stack(rows)
+
+    def _flatten(self, stored: Array, row: Row, start: Array | int) -> tuple[Array, Array]:
+        """The units of all rows on one axis, and the index of a row's units there."""
+        *_, rows, units = stored.shape[:-3]
+        number = row[0] * rows + row[1] if isinstance(row, tuple) else row
+        return stored.reshape(-1, *stored.shape[-3:]), number * units + start
+
+
+def fold_of(head_dim: int) -> int:
+    """How many rows of ``head_dim`` channels fit side by side in the lanes."""
+    return LANES // head_dim if head_dim < LANES and LANES % head_dim == 0 else 1
+
+
+def slot_alignment(platform: str) -> int:
+    """The slots of a layer are a multiple of this.
+
+    A TPU compiler transposes an array whose rows do not fill whole tiles, and copies it wherever
+    the other order is needed. GPU kernels fetch whole tiles into shared memory.
+    """
+    return 1 if platform == "cpu" else SUBLANES
+
+
+def block_alignment(platform: str, slots: int, block: int) -> int:
+    """The blocks of a layer are a multiple of this. On TPUs the scales of many blocks then fill
+    whole tiles; the codes of a block always do."""
+    if platform != "tpu":
+        return 1
+    return SUBLANES if slots >= SUBLANES * SUBLANES * block else SUBLANES // 2
+
+
+@functools.lru_cache(maxsize=256)
+def orders_of(
+    platform: str,
+    codec: Codec,
+    block: int | None,
+    head_dim: int,
+    subblocks: int,
+    heads: int | None = None,
+    separate_heads: bool = False,
+) -> Orders:
+    """The storage orders of a codec's arrays, as a pytree with the structure of its store.
+
+    Args:
+      platform: the platform that computes with them.
+      codec: resolved.
+      block: tokens per unit; None if each unit is one token.
+      head_dim: channels per head.
+      subblocks: the number of subblocks that a kernel reads one after the other.
+      heads: the number of key-value heads, for a store in host memory, from which whole units are
+        fetched.
+      separate_heads: whether devices divide those heads.
+    """
+    shape = (1, heads or 1, 1, block or MULTIPLE, head_dim)
+    store = jax.eval_shape(functools.partial(codec.empty, shape))
+
+    def order(x: jax.ShapeDtypeStruct) -> Order:
+        if platform != "tpu" or block is None or x.ndim != 5:
+            return AS_IS
+        rows, width = x.shape[3:]
+        if heads is not None:
+            shape = x.shape[1], rows, width
+            separate = separate_heads and x.shape[1] > 1
+            return PaddedTiles(1, 1, shape=shape, separate_heads=separate)
+        if width == head_dim:
+            fold = fold_of(head_dim) if rows % fold_of(head_dim) == 0 else 1
+            return RowTiled(2, rows // fold, rows, width, fold)
+        runs = subblocks if rows % subblocks == 0 else 1
+        return LaneTiled(3, rows // runs, rows, width, runs)
+
+    return jax.tree.map(order, store)

@@ -8,7 +8,7 @@ from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, as_paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
-from kvjax.placement.tpu import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
+from kvjax.placement.order import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
 from kvjax.policies.model_config import CacheShape, layer_windows
 
 

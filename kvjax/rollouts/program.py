@@ -21,7 +21,6 @@ from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
-from kvjax.generation.capacity import choose_capacity
 from kvjax.generation.inputs import (
     Prompts,
     check_token_ids,
@@ -30,7 +29,7 @@ from kvjax.generation.inputs import (
     tokenize_prompts,
 )
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
-from kvjax.generation.model import Model, ModelConfig, check_model
+from kvjax.generation.model import Model, ModelConfig, check_model, choose_capacity
 from kvjax.generation.options import explicit_signature
 from kvjax.generation.programs import Cached, choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MAX_PAGE_SIZE

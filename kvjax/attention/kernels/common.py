@@ -15,8 +15,7 @@ from kvjax.attention.softmax import AttentionInputs, Partial, Unsupported
 from kvjax.cache.sections import Section
 from kvjax.codecs import Centered, Codec, CodecWrapper, Rotated
 from kvjax.core.typing import Array
-from kvjax.placement.order import Orders
-from kvjax.placement.tpu import subblocks_of
+from kvjax.placement.order import Orders, subblocks_of
 
 _T = TypeVar("_T")
 Ref = Any

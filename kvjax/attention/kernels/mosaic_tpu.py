@@ -42,8 +42,7 @@ from kvjax.cache.sections import Section
 from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_8_in_hbm, jax_0_10_varying_shape
 from kvjax.core.typing import Array
-from kvjax.placement.order import LANES, SUBLANES, Order
-from kvjax.placement.tpu import Transposed
+from kvjax.placement.order import LANES, SUBLANES, Order, Transposed
 
 MAX_ROWS = 512
 """The most query rows that share a walk over the tiles."""

@@ -22,8 +22,7 @@ from kvjax.codecs.integer import Packed
 from kvjax.codecs.scales import ScaledCodec
 from kvjax.codecs.wrappers import CenteredStore
 from kvjax.core.typing import Array
-from kvjax.placement.order import Orders
-from kvjax.placement.tpu import LaneTiled, RowTiled
+from kvjax.placement.order import LaneTiled, Orders, RowTiled
 
 
 class Tile(NamedTuple):

@@ -27,10 +27,9 @@ from kvjax.generation.aot.step_programs import (
     guided_programs,
     search_programs,
 )
-from kvjax.generation.capacity import capacity_bucket
 from kvjax.generation.drafts.speculative import SpeculativeDecoder, speculate
 from kvjax.generation.guides.masks import mask_words
-from kvjax.generation.model import GenerationDefaults, Model, ModelConfig
+from kvjax.generation.model import GenerationDefaults, Model, ModelConfig, capacity_bucket
 from kvjax.generation.options import GenerationOptions
 from kvjax.generation.programs import Cached, Progress
 from kvjax.generation.request import GenerationRequest, prepare_request
