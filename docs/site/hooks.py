@@ -57,14 +57,10 @@ def parameter_table() -> str:
     """The sampling parameters, in the order in which they are declared."""
     defaults = SamplingParams()
     rows = [
-        f"| `{name}` | {getattr(defaults, name)} | {param.range} | {param.help} | {param.example} |"
+        f"| `{name}` | {getattr(defaults, name)} | {param.help} Must be {param.range}. |"
         for name, param in PARAMS.items()
     ]
-    head = [
-        "| parameter | default | must be | effect | example |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    return "\n".join(head + rows)
+    return "\n".join(["| parameter | default | effect |", "| --- | --- | --- |", *rows])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
