@@ -716,6 +716,27 @@ FAULTS = (
         ("sampling",),
     ),
     Fault(
+        "XTC excludes in every row", "sampling/filters.py",
+        "dropped = set_at(top & (probabilities > least) & exclude[:, None], kept, False)",
+        "dropped = set_at(top & (probabilities > least), kept, False)", ("sampling",),
+    ),
+    Fault(
+        "XTC excludes end-of-text tokens", "sampling/sampler.py",
+        "return exclude_top_choices(logits, sampling.xtc_threshold, rows, sampling.eos)",
+        "return exclude_top_choices(logits, sampling.xtc_threshold, rows, sampling.eos[:, :0])",
+        ("sampling",),
+    ),
+    Fault(
+        "a draw with XTC checks only the most likely tokens", "sampling/sampler.py",
+        "ruled_out = filters.xtc | (filters.top_p & filters.typical_p)",
+        "ruled_out = filters.top_p & filters.typical_p", ("sampling",),
+    ),
+    Fault(
+        "XTC decides by the noise of the draw", "sampling/sampler.py",
+        "return jax.random.uniform(jax.random.fold_in(_draw_key(seed, count), 1), (), jnp.float32)",
+        "return jax.random.uniform(_draw_key(seed, count), (), jnp.float32)", ("sampling",),
+    ),
+    Fault(
         "guide masks of draft tokens are one token late", "generation/guides/masks.py",
         "masks[place + 1] = guide_mask(ahead, masks.shape[1])",
         "masks[place + 1] = masks[place]", ("guided",),

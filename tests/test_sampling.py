@@ -328,6 +328,19 @@ def test_draws_follow_the_distribution(settings):
     assert statistic < 40  # chi-squared, 11 degrees of freedom: 40 is passed once in 30,000
 
 
+def test_xtc_never_excludes_end_tokens():
+    row = some_logits(1, 12, scale=1.5)
+    end = int(row.argmax())
+    filters, numbers = prepare_sampling(
+        seeds=[0], temperature=1.0, xtc_probability=1, eos_token_ids=(end,)
+    )
+    arrays = jax.device_put(numbers)
+    got = filter_logits(jnp.asarray(row), filters, arrays, count=jnp.zeros(1, jnp.int32))
+    expected = naive_xtc(row - row.max(), 0.1, (end,))
+    assert np.isfinite(expected[0, end]) and np.isneginf(expected).any()
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 def test_xtc_excludes_at_its_probability_whatever_is_drawn():
     """The draws follow a mixture: whether a draw excludes does not depend on its noise."""
     draws, vocab, probability = 20_000, 12, 0.4
