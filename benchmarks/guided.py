@@ -140,7 +140,7 @@ def measure(lm: Any, rows: int, given: argparse.Namespace) -> list[dict[str, Any
                 logit_bias={END: -1e4},
             )  # fmt: skip
             if turn:  # the first one compiles
-                ended = set(found.stats.stop_reasons) - {"length"}
+                ended = set(found.stats.finish_reasons) - {"length"}
                 assert not ended, f"{name}: a text has ended by {ended}"
                 step[name].append(found.stats.decode_seconds / given.steps)
                 host[name].append(seconds[0] / given.steps)

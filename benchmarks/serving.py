@@ -1,10 +1,10 @@
 """What continuous batching gains: `python -m benchmarks.serving`.
 
 Requests of mixed lengths, in the order in which they come: through `generate` in batches of eight,
-through an engine whose pages take as many bytes, with `exact=False` and without, and through
-Transformers' continuous batching on the same weights, where it is installed (the extra `oracle`).
-All greedy, none ends early. Then the time to the first token of a prompt whose beginning others
-have had, with and without sharing.
+through an engine whose pages take as many bytes, with `batch_invariant=False` and without, and
+through Transformers' continuous batching on the same weights, where it is installed (the extra
+`oracle`). All greedy, none ends early. Then the time to the first token of a prompt whose beginning
+others have had, with and without sharing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvjax import models
 
 TIMES, PEER, SHARED, HOST = 2.0, 1.5, 5.0, 0.1
 """Times as fast as static batches, as Transformers, and as without sharing; the host's share."""
-FASTEST = "engine, exact=False"
+FASTEST = "engine, batch_invariant=False"
 """The way that the others are held against."""
 
 
@@ -69,7 +69,7 @@ def markdown(results: dict[str, Any]) -> str:
     return "\n".join([
         *lines, "",
         f"The engines: {given['rows']} rows, pages of {given['page']}, chunks of "
-        f"{given['chunk']}, {given['chunks']} a step at most. With exact=False "
+        f"{given['chunk']}, {given['chunks']} a step at most. With batch_invariant=False "
         f"{engine['steps']} steps, "
         f"{engine['padding']:,} tokens of padding, {engine['preemptions']} pre-emptions; half of "
         f"the requests had their first token after {engine['first_token']:.1f} s. The host takes "
@@ -114,9 +114,9 @@ def measure(folder: str, sizes: Sizes, given: argparse.Namespace) -> dict[str, A
     same, version = None, None
     for run in range(given.runs):
         print(f"run {run + 1} of {given.runs} ...", file=sys.stderr)
-        exact = continuous(lm, work, given, exact=True)
+        exact = continuous(lm, work, given, batch_invariant=True)
         ways.setdefault("engine", []).append(exact["seconds"])
-        engine = continuous(lm, work, given, exact=False)
+        engine = continuous(lm, work, given, batch_invariant=False)
         ways.setdefault(FASTEST, []).append(engine["seconds"])
         for name, rows in order.items():
             ways.setdefault(name, []).append(static(lm, work, given.batch, rows))

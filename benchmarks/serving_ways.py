@@ -61,8 +61,8 @@ def engine_of(
         max_batch_size=given.rows, max_seq_len=work.tokens // given.batch, prefetch_steps=ahead
     )
     settings = {
-        "pages": work.tokens // given.page, "prefill_chunk": given.chunk, "exact": False,
-        "step_tokens": given.chunks * given.chunk + given.rows,
+        "pages": work.tokens // given.page, "prefill_chunk": given.chunk, "batch_invariant": False,
+        "max_num_batched_tokens": given.chunks * given.chunk + given.rows,
     }  # fmt: skip
     policy = kvjax.policy("paged", page_size=given.page)
     engine = kvjax.Engine(lm, policy, limits, **settings | changes)
@@ -70,9 +70,11 @@ def engine_of(
     return engine
 
 
-def continuous(lm: Any, work: Work, given: argparse.Namespace, exact: bool) -> dict[str, Any]:
+def continuous(
+    lm: Any, work: Work, given: argparse.Namespace, batch_invariant: bool
+) -> dict[str, Any]:
     """Seconds of an engine, and what they went to."""
-    engine, start = engine_of(lm, work, given, exact=exact), time.perf_counter()
+    engine, start = engine_of(lm, work, given, batch_invariant=batch_invariant), time.perf_counter()
     both = zip(work.prompts, work.new, strict=True)
     handles = [engine.submit(p, max_new_tokens=n, eos_token_ids=()) for p, n in both]
     while engine.step():
@@ -90,7 +92,7 @@ def continuous(lm: Any, work: Work, given: argparse.Namespace, exact: bool) -> d
 def host_share(lm: Any, work: Work, given: argparse.Namespace) -> float:
     """The part of a step that the host takes, where it waits for each: nothing is sent ahead. Of
     steps of the default size, for what waits in a device's queue would count as the host's."""
-    engine = engine_of(lm, work, given, ahead=0, step_tokens=None)
+    engine = engine_of(lm, work, given, ahead=0, max_num_batched_tokens=None)
     for prompt, new in zip(work.prompts, work.new, strict=True):
         engine.submit(prompt, max_new_tokens=new, eos_token_ids=())
     while engine.step():

@@ -144,10 +144,10 @@ def _cell(
         "ms": 1e3 * statistics.median(seconds[False]) / given.tokens,
         "ms with": 1e3 * statistics.median(seconds[True]) / given.tokens,
         "speed": paired_ratio(seconds[False], seconds[True]),
-        "proposed": with_draft.proposed,
-        "accepted": with_draft.accepted,
+        "proposed": with_draft.drafted_tokens,
+        "accepted": with_draft.accepted_tokens,
         "passes": with_draft.passes,
-        "saved": with_draft.saved,
+        "saved": with_draft.saved_passes,
     }
 
 

@@ -44,7 +44,7 @@ class RopeConfig:
     (``original_max_position_embeddings``) for every kind that depends on it.
     """
 
-    kind: str = "default"
+    rope_type: str = "default"
     theta: float = 10000.0
     partial_rotary_factor: float = 1.0
     parameters: tuple[tuple[str, Parameter], ...] = ()
@@ -52,24 +52,24 @@ class RopeConfig:
     def rotary_dim(self, head_dim: int) -> int:
         """How many channels of a head are rotated, counted from the first."""
         # The kind `proportional` rotates the other channels by an angle of 0.
-        part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor
+        part = 1.0 if self.rope_type == "proportional" else self.partial_rotary_factor
         return int(head_dim * part)
 
     def context(self, max_position_embeddings: int) -> int:
         """The context length after scaling. For yarn and dynamic, ``max_position_embeddings`` can
         be the length before scaling."""
         parameters: Any = dict(self.parameters)
-        if self.kind not in ("yarn", "dynamic"):
+        if self.rope_type not in ("yarn", "dynamic"):
             return max_position_embeddings
         trained = parameters.get("original_max_position_embeddings", max_position_embeddings)
         return max(max_position_embeddings, int(trained * parameters.get("factor", 1.0)))
 
     def same_at(self, max_len: int, other: int, max_position_embeddings: int) -> bool:
         """Whether sequences of up to these two lengths use the same frequencies."""
-        if self.kind == "longrope":
+        if self.rope_type == "longrope":
             trained: Any = dict(self.parameters)["original_max_position_embeddings"]
             return (max_len > trained) == (other > trained)
-        if self.kind == "dynamic":
+        if self.rope_type == "dynamic":
             return max_len == other or max(max_len, other) <= max_position_embeddings
         return True
 
@@ -268,16 +268,16 @@ class Llama4Config(MoeConfig):
 
     Attributes:
       rope_layers: whether each layer has rotary positions. The others have no positions.
-      qk_unit: whether layers with rotary positions normalize queries and keys (RMS, no weight).
-      temperature: in layers without rotary positions, queries are scaled by
+      use_qk_norm: whether layers with rotary positions normalize queries and keys (RMS, no weight).
+      attn_temperature: in layers without rotary positions, queries are scaled by
         ``1 + factor * log(1 + floor((position + 1) / step))``. This is (factor, step), or None.
       intermediate_size: the feed-forward width of ``dense_layers``.
     """
 
     _: KW_ONLY
     rope_layers: tuple[bool, ...]
-    qk_unit: bool
-    temperature: tuple[float, int] | None
+    use_qk_norm: bool
+    attn_temperature: tuple[float, int] | None
 
     names: ClassVar = replace(
         DecoderConfig.names,
@@ -292,18 +292,18 @@ class SharingConfig(DecoderConfig):
     """The fields that Gemma 3n and Gemma 4 share.
 
     Attributes:
-      inner_sizes: the feed-forward width of each layer.
-      shared_layers: the number of layers, at the end, that attend to earlier layers' keys and
-        values.
-      layer_inputs: the width of the per-layer embeddings; 0 if there are none.
-      layer_vocab: the rows of the per-layer embedding table.
+      intermediate_sizes: the feed-forward width of each layer.
+      num_kv_shared_layers: the number of layers, at the end, that attend to earlier layers' keys
+        and values.
+      hidden_size_per_layer_input: the width of the per-layer embeddings; 0 if there are none.
+      vocab_size_per_layer_input: the rows of the per-layer embedding table.
     """
 
     _: KW_ONLY
-    inner_sizes: tuple[int, ...]
-    shared_layers: int
-    layer_inputs: int
-    layer_vocab: int
+    intermediate_sizes: tuple[int, ...]
+    num_kv_shared_layers: int
+    hidden_size_per_layer_input: int
+    vocab_size_per_layer_input: int
 
     names: ClassVar = replace(
         DecoderConfig.names,
@@ -314,7 +314,7 @@ class SharingConfig(DecoderConfig):
     @property
     def cache_sources(self) -> tuple[int, ...]:
         """For each layer, the layer whose keys and values it attends to."""
-        own = self.num_hidden_layers - self.shared_layers
+        own = self.num_hidden_layers - self.num_kv_shared_layers
         last = {(window is None): n for n, window in enumerate(self.windows[:own])}
         return (*range(own), *(last[window is None] for window in self.windows[own:]))
 
@@ -324,18 +324,18 @@ class Gemma3nConfig(SharingConfig):
     """The text part of Gemma 3n.
 
     Attributes:
-      sparsity: the share of gates that each layer sets to zero.
-      streams: the number of parallel hidden states (AltUp).
-      active: the hidden state that layers compute on.
-      scale_corrected: whether the corrected active state is scaled.
+      activation_sparsity_pattern: the share of gates that each layer sets to zero.
+      altup_num_inputs: the number of parallel hidden states (AltUp).
+      altup_active_idx: the hidden state that layers compute on.
+      altup_correct_scale: whether the corrected active state is scaled.
       laurel_rank: the rank of the low-rank branch next to attention (LAuReL).
     """
 
     _: KW_ONLY
-    sparsity: tuple[float, ...]
-    streams: int
-    active: int
-    scale_corrected: bool
+    activation_sparsity_pattern: tuple[float, ...]
+    altup_num_inputs: int
+    altup_active_idx: int
+    altup_correct_scale: bool
     laurel_rank: int
 
 
@@ -345,15 +345,15 @@ class Gemma4Config(SharingConfig):
 
     Attributes:
       num_key_value_heads, head_dim: of layers with a window.
-      global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
-      keys_are_values: whether the latter have no value projection and use the keys as values.
+      num_global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
+      attention_k_eq_v: whether the latter have no value projection and use the keys as values.
       num_experts: 0 if the model has no experts.
     """
 
     _: KW_ONLY
-    global_key_value_heads: int
+    num_global_key_value_heads: int
     global_head_dim: int
-    keys_are_values: bool
+    attention_k_eq_v: bool
     num_experts: int = 0
     num_experts_per_tok: int = 0
     moe_intermediate_size: int = 0
@@ -364,7 +364,7 @@ class Gemma4Config(SharingConfig):
     def per_layer_config(self) -> tuple[DecoderConfig, ...]:
         """The configuration of each layer, with its own heads."""
         others = replace(
-            self, num_key_value_heads=self.global_key_value_heads, head_dim=self.global_head_dim
+            self, num_key_value_heads=self.num_global_key_value_heads, head_dim=self.global_head_dim
         )
         return tuple(others if window is None else self for window in self.windows)
 
@@ -394,10 +394,11 @@ class T5Config:
 
     Attributes:
       num_hidden_layers: decoder layers, whose keys and values are cached.
-      gated: whether feed-forward layers have gates.
-      scale_outputs: whether decoder outputs are divided by the square root of their width before
-        the head.
-      buckets, max_distance: of the relative position biases.
+      is_gated_act: whether feed-forward layers have gates.
+      scale_decoder_outputs: whether decoder outputs are divided by the square root of their width
+        before the head.
+      relative_attention_num_buckets, relative_attention_max_distance: of the relative position
+        biases.
     """
 
     model_type: str
@@ -405,17 +406,17 @@ class T5Config:
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
-    encoder_layers: int
+    num_encoder_layers: int
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
     layer_norm_epsilon: float
     activation: str
-    gated: bool
+    is_gated_act: bool
     tie_word_embeddings: bool
-    scale_outputs: bool
-    buckets: int
-    max_distance: int
+    scale_decoder_outputs: bool
+    relative_attention_num_buckets: int
+    relative_attention_max_distance: int
     dtype: str = "float32"
 
     names: ClassVar = TensorNames(
@@ -439,7 +440,7 @@ class T5Config:
     @property
     def written(self) -> dict[str, Any]:
         """Fields of ``config.json`` that older files express with other fields."""
-        return {"scale_decoder_outputs": self.scale_outputs}
+        return {"scale_decoder_outputs": self.scale_decoder_outputs}
 
 
 Config = DecoderConfig | GPT2Config | T5Config

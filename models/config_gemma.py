@@ -96,18 +96,20 @@ def read_gemma3n(config: Fields) -> Gemma3nConfig:
         rope=rope,
         local_rope=local_rope,
         final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA3N.final_cap),
-        inner_sizes=tuple(sizes),
-        sparsity=tuple(map(float, sparse)),
-        shared_layers=config.integer("num_kv_shared_layers", 15, least=0),
-        layer_inputs=config.integer("hidden_size_per_layer_input", 256),
-        layer_vocab=config.integer("vocab_size_per_layer_input", 262144),
-        streams=config.integer("altup_num_inputs", 4),
-        active=config.integer("altup_active_idx", 0, least=0),
-        scale_corrected=config.flag("altup_correct_scale", True),
+        intermediate_sizes=tuple(sizes),
+        activation_sparsity_pattern=tuple(map(float, sparse)),
+        num_kv_shared_layers=config.integer("num_kv_shared_layers", 15, least=0),
+        hidden_size_per_layer_input=config.integer("hidden_size_per_layer_input", 256),
+        vocab_size_per_layer_input=config.integer("vocab_size_per_layer_input", 262144),
+        altup_num_inputs=config.integer("altup_num_inputs", 4),
+        altup_active_idx=config.integer("altup_active_idx", 0, least=0),
+        altup_correct_scale=config.flag("altup_correct_scale", True),
         laurel_rank=config.integer("laurel_rank", 64),
     )
-    if result.active >= result.streams:
-        raise config.wrong("altup_active_idx", f"below altup_num_inputs = {result.streams}")
+    if result.altup_active_idx >= result.altup_num_inputs:
+        raise config.wrong(
+            "altup_active_idx", f"below altup_num_inputs = {result.altup_num_inputs}"
+        )
     _check_shared(config, result)
     return result
 
@@ -126,10 +128,10 @@ def read_gemma4(config: Fields) -> Gemma4Config:
     defaults["sliding_window"] = config.raw("sliding_window", 512)
     config = replace(config, values={**config.values, **defaults})
     shared, sizes = read_shared(config, _GEMMA4)
-    keys_are_values = config.flag("attention_k_eq_v", False)
-    kv_heads, head_dim = _full_attention_heads(config, shared, keys_are_values)
+    attention_k_eq_v = config.flag("attention_k_eq_v", False)
+    kv_heads, head_dim = _full_attention_heads(config, shared, attention_k_eq_v)
     rope, local_rope = read_ropes(config, _FULL4, _LOCAL4, **sizes, full_head_dim=head_dim)
-    shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
+    num_kv_shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
     inner = shared["intermediate_size"]
     wide = 2 if config.flag("use_double_wide_mlp", False) else 1
     experts: dict[str, Any] = {}
@@ -147,28 +149,28 @@ def read_gemma4(config: Fields) -> Gemma4Config:
         rope=rope,
         local_rope=local_rope,
         final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA4.final_cap),
-        inner_sizes=tuple(
-            inner * (wide if n >= layers - shared_layers else 1) for n in range(layers)
+        intermediate_sizes=tuple(
+            inner * (wide if n >= layers - num_kv_shared_layers else 1) for n in range(layers)
         ),
-        shared_layers=shared_layers,
-        layer_inputs=config.integer("hidden_size_per_layer_input", 256, least=0),
-        layer_vocab=config.integer("vocab_size_per_layer_input", 262144),
-        global_key_value_heads=kv_heads,
+        num_kv_shared_layers=num_kv_shared_layers,
+        hidden_size_per_layer_input=config.integer("hidden_size_per_layer_input", 256, least=0),
+        vocab_size_per_layer_input=config.integer("vocab_size_per_layer_input", 262144),
+        num_global_key_value_heads=kv_heads,
         global_head_dim=head_dim,
-        keys_are_values=keys_are_values,
+        attention_k_eq_v=attention_k_eq_v,
     )
     _check_shared(config, result)
     return result
 
 
 def _check_shared(config: Fields, result: SharingConfig) -> None:
-    own = result.num_hidden_layers - result.shared_layers
+    own = result.num_hidden_layers - result.num_kv_shared_layers
     if own < 1 or len({*result.windows[:own]}) < len({*result.windows}):
         raise refused(config, "num_kv_shared_layers")
 
 
 def _full_attention_heads(
-    config: Fields, shared: dict[str, Any], keys_are_values: bool
+    config: Fields, shared: dict[str, Any], attention_k_eq_v: bool
 ) -> tuple[int, int]:
     """The number of key-value heads and the head dimension of full-attention layers.
 
@@ -179,7 +181,7 @@ def _full_attention_heads(
     own = config.inner("per_layer_config") or Fields(config.file, {})
     if "per_layer_config" not in config.values:
         kv_heads = shared["num_key_value_heads"]
-        if keys_are_values:
+        if attention_k_eq_v:
             kv_heads = config.integer("num_global_key_value_heads", kv_heads)
         return _divides(config, shared, kv_heads), config.integer("global_head_dim", 512)
     full = {str(n): {} for n, window in enumerate(shared["windows"]) if window is None}

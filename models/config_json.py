@@ -168,21 +168,21 @@ def read_t5(config: Fields) -> T5Config:
         hidden_size=config.integer("d_model", 512),
         intermediate_size=config.integer("d_ff", 2048),
         num_hidden_layers=config.integer("num_decoder_layers", layers),
-        encoder_layers=layers,
+        num_encoder_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads,
         head_dim=config.integer("d_kv", 64),
         layer_norm_epsilon=config.number("layer_norm_epsilon", 1e-6, positive=False),
         activation=config.choice("dense_act_fn", activation, ACTIVATIONS),
-        gated=config.flag("is_gated_act", first == "gated"),
+        is_gated_act=config.flag("is_gated_act", first == "gated"),
         # Embeddings are tied unless the files have a different head. The field tie_word_embeddings
         # does not say so: in files of T5 1.1, false means that outputs are not scaled.
         tie_word_embeddings=True,
-        scale_outputs=config.flag(
+        scale_decoder_outputs=config.flag(
             "scale_decoder_outputs", config.flag("tie_word_embeddings", True)
         ),
-        buckets=buckets,
-        max_distance=farthest,
+        relative_attention_num_buckets=buckets,
+        relative_attention_max_distance=farthest,
         dtype=read_dtype(config),
     )
 
@@ -282,8 +282,8 @@ def read_llama4(config: Fields) -> Llama4Config:
         norm_topk_prob=False,
         dense_layers=tuple(n for n in range(layers) if n not in sparse),
         rope_layers=tuple(flag == 1 for flag in rotated),
-        qk_unit=config.flag("use_qk_norm", True),
-        temperature=(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192))
+        use_qk_norm=config.flag("use_qk_norm", True),
+        attn_temperature=(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192))
         if tuned
         else None,
     )

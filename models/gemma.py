@@ -104,7 +104,7 @@ class FeedForward(nnx.Module):
     """``down(act(gate(x)) * up(x))``. Each layer has its own intermediate size."""
 
     def __init__(self, config: SharingConfig, layer: int, *, rngs: nnx.Rngs):
-        hidden, inner = config.hidden_size, config.inner_sizes[layer]
+        hidden, inner = config.hidden_size, config.intermediate_sizes[layer]
         self.activation = ACTIVATIONS[config.hidden_act]
         self.gate_proj = linear(config, hidden, inner, rngs)
         self.up_proj = linear(config, hidden, inner, rngs)
@@ -122,7 +122,7 @@ class PerLayerInputBlock(nnx.Module):
 
     def make_per_layer_input(self, config: SharingConfig, layer: int, rngs: nnx.Rngs) -> None:
         """Create the modules that ``per_layer_input`` uses."""
-        hidden, width = config.hidden_size, config.layer_inputs
+        hidden, width = config.hidden_size, config.hidden_size_per_layer_input
         self.layer, self.activation = layer, ACTIVATIONS[config.hidden_act]
         self.per_layer_input_gate = linear(config, hidden, width, rngs)
         self.per_layer_projection = linear(config, width, hidden, rngs)
@@ -140,13 +140,16 @@ class Stack(decoder.Stack):
 
     def __init__(self, config: SharingConfig, block: type[Any], *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
-        hidden, width = config.hidden_size, config.num_hidden_layers * config.layer_inputs
+        hidden, width = (
+            config.hidden_size,
+            config.num_hidden_layers * config.hidden_size_per_layer_input,
+        )
         if width:
             self.embed_tokens_per_layer = Embedding(
-                config.layer_vocab, width, dtype=config.dtype, rngs=rngs
+                config.vocab_size_per_layer_input, width, dtype=config.dtype, rngs=rngs
             )
             self.per_layer_model_projection = linear(config, hidden, width, rngs)
-            self.per_layer_projection_norm = norm(config, config.layer_inputs)
+            self.per_layer_projection_norm = norm(config, config.hidden_size_per_layer_input)
 
 
 class Decoder(decoder.Decoder):
@@ -161,13 +164,13 @@ class Decoder(decoder.Decoder):
         self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None
     ) -> LayerInputs:
         config, model = self.config, self.model
-        if not config.layer_inputs:
+        if not config.hidden_size_per_layer_input:
             return LayerInputs(None, {})
-        shape = (*tokens.shape, config.num_hidden_layers, config.layer_inputs)
+        shape = (*tokens.shape, config.num_hidden_layers, config.hidden_size_per_layer_input)
         first, dtype = x[..., : config.hidden_size], x.dtype
         # Tokens outside the table use the entry of token 0.
-        known = jnp.where(tokens < config.layer_vocab, tokens, 0)
-        scale = jnp.asarray(config.layer_inputs**0.5, dtype)
+        known = jnp.where(tokens < config.vocab_size_per_layer_input, tokens, 0)
+        scale = jnp.asarray(config.hidden_size_per_layer_input**0.5, dtype)
         own = (model.embed_tokens_per_layer(known) * scale).reshape(shape)
         made = model.per_layer_model_projection(first)
         made = (made * jnp.asarray(config.hidden_size**-0.5, dtype)).reshape(shape)
@@ -187,7 +190,7 @@ class SparseFeedForward(FeedForward):
 
     def __init__(self, config: Gemma3nConfig, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
-        sparsity = float(np.float32(config.sparsity[layer]))
+        sparsity = float(np.float32(config.activation_sparsity_pattern[layer]))
         self.deviations = NormalDist().inv_cdf(sparsity) if sparsity else None
 
     def gate(self, x: Hidden) -> Hidden:
@@ -203,8 +206,8 @@ class AltUp(nnx.Module):
     layer's actual output in the active stream."""
 
     def __init__(self, config: Gemma3nConfig, *, rngs: nnx.Rngs):
-        streams, hidden = config.streams, config.hidden_size
-        self.active, self.streams, self.hidden = config.active, streams, hidden
+        streams, hidden = config.altup_num_inputs, config.hidden_size
+        self.active, self.streams, self.hidden = config.altup_active_idx, streams, hidden
         self.correct_output_scale = nnx.Param(jnp.zeros(hidden, config.dtype))
         self.correction_coefs = linear(config, streams, streams, rngs)
         self.prediction_coefs = linear(config, streams, streams**2, rngs)
@@ -255,17 +258,17 @@ class Gemma3nBlock(PerLayerInputBlock):
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config = self.config
-        streams = x.reshape(*x.shape[:2], config.streams, config.hidden_size)
+        streams = x.reshape(*x.shape[:2], config.altup_num_inputs, config.hidden_size)
         predicted = self.altup.predict(streams)
-        active = predicted[:, :, config.active]
+        active = predicted[:, :, config.altup_active_idx]
         normed = self.input_layernorm(active)
         laurel = self.laurel(normed)
         attention_output, context = self.self_attn(normed, context)
         y = (active + self.post_attention_layernorm(attention_output) + laurel) / 2**0.5
         y = y + self.post_feedforward_layernorm(self.mlp(self.pre_feedforward_layernorm(y)))
         streams = self.altup.correct(predicted, y)
-        first = streams[:, :, config.active]
-        if config.scale_corrected:
+        first = streams[:, :, config.altup_active_idx]
+        if config.altup_correct_scale:
             first = first * along(self.altup.correct_output_scale, first)
         streams = streams.at[:, :, 1:].add(self.per_layer_input(first, context)[:, :, None])
         return streams.reshape(x.shape), context
@@ -280,7 +283,7 @@ class Gemma3nStack(Stack):
         hidden = config.hidden_size
 
         def others() -> Any:
-            count = config.streams - 1
+            count = config.altup_num_inputs - 1
             return flax_0_12_list(linear(config, hidden, hidden, rngs) for _ in range(count))
 
         self.altup_projections, self.altup_unembed_projections = others(), others()
@@ -300,11 +303,11 @@ class Gemma3n(Decoder):
         return jnp.concatenate([first, *others], axis=-1)
 
     def logits(self, x: Hidden) -> Logits:
-        first, *others = jnp.split(x, self.config.streams, axis=-1)
+        first, *others = jnp.split(x, self.config.altup_num_inputs, axis=-1)
         total = first
         for project, other in zip(self.model.altup_unembed_projections, others, strict=True):
             total = total + _match_rms(project(other), first)
-        return super().logits(total / self.config.streams)
+        return super().logits(total / self.config.altup_num_inputs)
 
 
 def _match_rms(x: Hidden, other: Hidden) -> Hidden:
@@ -347,7 +350,7 @@ class Gemma4Block(PerLayerInputBlock):
 
         windowed = config.windows[layer] is not None
         self.self_attn = Attention(
-            config, layer, has_values=windowed or not config.keys_are_values, rngs=rngs
+            config, layer, has_values=windowed or not config.attention_k_eq_v, rngs=rngs
         )
         self.mlp = FeedForward(config, layer, rngs=rngs)
         self.input_layernorm = hidden_norm()
@@ -355,7 +358,10 @@ class Gemma4Block(PerLayerInputBlock):
         self.pre_feedforward_layernorm = hidden_norm()
         self.post_feedforward_layernorm = hidden_norm()
         self.layer_scalar = nnx.Param(jnp.ones(1, config.dtype))
-        self.has_per_layer_input, self.has_experts = config.layer_inputs > 0, config.num_experts > 0
+        self.has_per_layer_input, self.has_experts = (
+            config.hidden_size_per_layer_input > 0,
+            config.num_experts > 0,
+        )
         if self.has_per_layer_input:
             self.make_per_layer_input(config, layer, rngs)
         if self.has_experts:

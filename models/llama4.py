@@ -28,9 +28,9 @@ class Attention(decoder.Attention):
 
     def __init__(self, config: Llama4Config, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
-        self.epsilon, self.temperature = config.rms_norm_eps, config.temperature
+        self.epsilon, self.temperature = config.rms_norm_eps, config.attn_temperature
         self.rotated = config.rope_layers[layer]
-        self.unit = self.rotated and config.qk_unit
+        self.unit = self.rotated and config.use_qk_norm
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer

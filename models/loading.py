@@ -342,7 +342,7 @@ def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
         top_p=setting("top_p"),
         min_p=setting("min_p"),
         repetition_penalty=setting("repetition_penalty"),
-        start_token_id=token("decoder_start_token_id"),
+        decoder_start_token_id=token("decoder_start_token_id"),
     )
 
 

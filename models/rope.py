@@ -65,7 +65,7 @@ def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[Rotar
 def inverse_frequencies(config: DecoderConfig, max_len: int) -> Frequencies:
     """Radians per position for each pair of channels, float32[half], and the attention scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        return _KINDS[config.rope.kind](config, max_len, dict(config.rope.parameters))
+        return _KINDS[config.rope.rope_type](config, max_len, dict(config.rope.parameters))
 
 
 def _default(config: DecoderConfig, max_len: int, parameters: dict) -> Frequencies:

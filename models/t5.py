@@ -46,7 +46,10 @@ class Attention(nnx.Module):
         self.o = linear(config, width, hidden, rngs)
         if biased:
             self.relative_attention_bias = Embedding(
-                config.buckets, config.num_attention_heads, dtype=config.dtype, rngs=rngs
+                config.relative_attention_num_buckets,
+                config.num_attention_heads,
+                dtype=config.dtype,
+                rngs=rngs,
             )
 
     def queries(self, x: Hidden) -> Array:
@@ -62,7 +65,11 @@ class Attention(nnx.Module):
         """A function of query and key positions that returns the bias of the scores, float32
         [batch, heads, new, n]."""
         config = self.config
-        buckets = buckets_of(config.buckets, config.max_distance, both_ways=both_ways)
+        buckets = buckets_of(
+            config.relative_attention_num_buckets,
+            config.relative_attention_max_distance,
+            both_ways=both_ways,
+        )
         # One entry per distance. Larger distances use the entry of the largest one.
         values = self.relative_attention_bias.weight[...].astype(jnp.float32)[buckets]
 
@@ -106,8 +113,8 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.activation, self.gated = ACTIVATIONS[config.activation], config.gated
-        if config.gated:
+        self.activation, self.gated = ACTIVATIONS[config.activation], config.is_gated_act
+        if config.is_gated_act:
             self.wi_0 = linear(config, hidden, inner, rngs)
             self.wi_1 = linear(config, hidden, inner, rngs)
         else:
@@ -288,7 +295,7 @@ class T5(Frame):
         self.config = config
         size = config.vocab_size, config.hidden_size
         self.shared = Embedding(*size, dtype=config.dtype, rngs=rngs)
-        self.encoder = Stack(config, EncoderBlock, config.encoder_layers, rngs=rngs)
+        self.encoder = Stack(config, EncoderBlock, config.num_encoder_layers, rngs=rngs)
         self.decoder = Stack(config, DecoderBlock, config.num_hidden_layers, rngs=rngs)
         super().__init__(config, rngs=rngs)
 
@@ -327,6 +334,6 @@ class T5(Frame):
 
     def logits(self, x: Hidden) -> Logits:
         x = self.decoder.final_layer_norm(x)
-        if self.config.scale_outputs:
+        if self.config.scale_decoder_outputs:
             x = x * jnp.asarray(self.config.hidden_size**-0.5, x.dtype)
         return (self.lm_head or self.shared).logits(x)

@@ -230,17 +230,17 @@ FAULTS = (
     ),
     Fault(
         "a hit forgets the tenant", "prefixes/tree.py",
-        "namespace = Namespace(tenant, self.weights, rows)",
-        "namespace = Namespace(None, self.weights, rows)", ("prefixes",),
+        "namespace = Namespace(tenant, self.weight_version, rows)",
+        "namespace = Namespace(None, self.weight_version, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets the version of the weights", "prefixes/tree.py",
-        "namespace = Namespace(tenant, self.weights, rows)",
+        "namespace = Namespace(tenant, self.weight_version, rows)",
         "namespace = Namespace(tenant, 0, rows)", ("prefixes",),
     ),
     Fault(
         "a hit forgets how many rows were computed together", "prefixes/tree.py",
-        "namespace = Namespace(tenant, self.weights, rows)",
+        "namespace = Namespace(tenant, self.weight_version, rows)",
         "namespace = Namespace(tenant, self.weights, None)", ("prefixes",),
     ),
     Fault(
@@ -384,17 +384,17 @@ FAULTS = (
     ),
     Fault(
         "tenants share prefixes", "engine/scheduler.py",
-        "namespace = Namespace(handle.request.tenant, self._cache_manager.weights, rows)",
-        "namespace = Namespace(None, self._cache_manager.weights, rows)", ("engine",),
+        "namespace = Namespace(handle.request.tenant, self._cache_manager.weight_version, rows)",
+        "namespace = Namespace(None, self._cache_manager.weight_version, rows)", ("engine",),
     ),
     Fault(
         "prefixes of other weights are shared", "engine/cache_manager.py",
-        "        self.weights += 1",
-        "        self.weights += 0", ("engine",),
+        "        self.weight_version += 1",
+        "        self.weight_version += 0", ("engine",),
     ),
     Fault(
         "a prefix that two sets of weights computed is cached", "engine/cache_manager.py",
-        "        if not self._sharing or seq.namespace.weights != self.weights:",
+        "        if not self._sharing or seq.namespace.weight_version != self.weight_version:",
         "        if not self._sharing:", ("engine",),
     ),
     Fault(
@@ -666,7 +666,7 @@ FAULTS = (
     ),
     Fault(
         "proportional frequencies cover the rotated channels only", "models/config.py",
-        'part = 1.0 if self.kind == "proportional" else self.partial_rotary_factor',
+        'part = 1.0 if self.rope_type == "proportional" else self.partial_rotary_factor',
         "part = self.partial_rotary_factor", ("rope",),
     ),
     Fault(

@@ -392,7 +392,7 @@ def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
         (alone,) = engine.run([prompt], **settings)
         assert found.get("id") == line.get("id")
         assert (found["text"], found["tokens"]) == (alone.text, alone.tokens)
-        assert found["reason"] == alone.reason
+        assert found["finish_reason"] == alone.finish_reason
         used = {"prompt_tokens": len(alone.request.tokens), "new_tokens": len(alone.tokens)}
         assert found["usage"] == used
         scores = alone.logprobs and [each.logprob for each in alone.logprobs]

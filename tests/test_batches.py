@@ -81,7 +81,7 @@ def test_parked_sessions_are_taken_up(tiny_llama, ahead, monkeypatch):
 
     monkeypatch.setattr(kvjax.generation.batches, "move_layers", watched)
     results = kvjax.generate_batches(
-        tiny_llama, batches, placement=kvjax.Device(), park=kvjax.Host(), **AT,
+        tiny_llama, batches, placement=kvjax.Device(), offload=kvjax.Host(), **AT,
         limits=InferenceLimits(prefetch_steps=ahead),
     )  # fmt: skip
     found = [next(results)]
@@ -188,7 +188,7 @@ def test_one_cache_for_two_batches_is_refused(tiny_llama):
     ("wrong", "message"),
     [
         ({"placement": "host"}, "'host' is not a placement"),
-        ({"park": kvjax.Host}, "is not a placement: give Device"),
+        ({"offload": kvjax.Host}, "is not a placement: give Device"),
         ({"limits": {}}, "limits must be InferenceLimits, got {}"),
     ],
 )

@@ -114,7 +114,7 @@ def test_the_texts_are_those_of_lists(lm, name):
         )
         assert found.tokens[here] == [list(text) for text, _ in wanted]
         for ids, told, reason in zip(
-            found.tokens[here], found.logprobs[here], found.stats.stop_reasons[here], strict=True
+            found.tokens[here], found.logprobs[here], found.stats.finish_reasons[here], strict=True
         ):
             assert reason == ("eos" if ids[-1] in ENDS else "length")
             logits = known(lm, prompt, ids)
@@ -516,7 +516,7 @@ def test_the_best_of_samples(lm):
     order = np.argsort(-means, axis=1)[:, :3] + [[0], [4]]
     assert found.tokens == [every.tokens[row] for row in order.ravel()]
     np.testing.assert_allclose(found.sequence_scores, means.ravel()[order.ravel()], atol=1e-6)
-    assert found.logprobs is None and len(found.stats.stop_reasons) == 6
+    assert found.logprobs is None and len(found.stats.finish_reasons) == 6
     assert found.pending_tokens == [row[-1:] for row in found.tokens]
     texts = [[*PROMPTS[n // 3], *ids] for n, ids in enumerate(found.tokens)]
     assert found.cache.length.tolist() == [len(text) - 1 for text in texts]

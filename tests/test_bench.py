@@ -37,7 +37,7 @@ def found(shallow):
     policies = {
         "static": "static",
         "ring": kvjax.policy("sliding_window", window=16, slack=2),
-        "8 bits": kvjax.policy(bits=8, block=16, group=16),
+        "8 bits": kvjax.policy(bits=8, block=16, group_size=16),
         "dynamic": kvjax.CachePolicy(Growing(start=16)),
     }
     return bench.measure(shallow, policies, prompts=(5, 90), batches=(2,), **QUICK)
@@ -194,7 +194,7 @@ def run(monkeypatch, capfd):
 def test_the_command(run, tiny_llama_dir, tmp_path):
     plot = tmp_path / "plot.svg"
     arguments = ("--model", tiny_llama_dir, "--batch", "1,2", "--prompt", "6,12,600")
-    arguments += ("--cache", "static,bits=8,group=16,block=16", "--plot", plot)
+    arguments += ("--cache", "static,bits=8,group_size=16,block=16", "--plot", plot)
     code, out, err = run(*arguments, "--json")
     assert code == 0 and err.splitlines() == [
         f"{batch} x {prompt} tokens" for batch in (1, 2) for prompt in (6, 12)

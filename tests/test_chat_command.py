@@ -234,7 +234,7 @@ def test_chat_on_a_terminal(tiny_llama, tiny_llama_dir, tmp_path):
         np.testing.assert_array_equal(one, other)
     stopped = kvjax.Chat.load(tiny_llama, tmp_path / "three")
     (turn,) = stopped.turns
-    assert (turn.user, turn.reason) == ("go", "stopped") and len(turn.tokens) >= 60
+    assert (turn.user, turn.finish_reason) == ("go", "stopped") and len(turn.tokens) >= 60
     saved = json.loads((tmp_path / "three" / "chat.json").read_text())["turns"][0]["answer"]
     assert saved == turn.answer == "z" * len(turn.tokens)
     stopped.settings["max_new_tokens"] = 4

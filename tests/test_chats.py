@@ -183,7 +183,11 @@ def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkey
     assert running == len(shown) == 33 and chat.turns[-1].answer == shown  # 32 are in flight
     answer.close()
     (turn,) = chat.turns
-    assert turn.reason == "stopped" and turn.answer == answer.text and turn.answer.startswith(shown)
+    assert (
+        turn.finish_reason == "stopped"
+        and turn.answer == answer.text
+        and turn.answer.startswith(shown)
+    )
     more = len(turn.tokens) - running
     assert more == (32 if "window" in policy else 0)
     assert list(answer) == [] and answer.result.tokens == [list(turn.tokens)]
@@ -195,7 +199,7 @@ def test_an_answer_that_is_closed_stays_as_far_as_it_came(spoken, policy, monkey
     chat.settings["max_new_tokens"] = 8
     said(chat.send("d"))
     assert [len(turn.tokens) for turn in chat.turns[1:]] == [1, 0, 8]
-    assert [turn.reason for turn in chat.turns] == ["stopped"] * 3 + ["length"]
+    assert [turn.finish_reason for turn in chat.turns] == ["stopped"] * 3 + ["length"]
     assert chat.stats.recomputed_tokens == 0
     assert_sees_its_text(chat)
 
@@ -238,7 +242,7 @@ def test_an_interrupt_is_heard_and_the_chat_goes_on(spoken):
         answer = chat.send("fourth")
         with progress_callback(twice), pytest.raises(KeyboardInterrupt):
             list(answer)
-        assert chat.turns[-1].reason == "stopped" and held(chat) is None
+        assert chat.turns[-1].finish_reason == "stopped" and held(chat) is None
         with pytest.raises(RuntimeError, match="iterate to the end"):
             answer.result  # noqa: B018
         said(chat.send("fifth"))
@@ -266,7 +270,7 @@ def test_threads_share_a_chat(tiny_llama):
     turns = chat.turns
     assert sorted(turn.user for turn in turns) == sorted(2 * ascii_letters[:4])
     assert sorted(turn.answer for turn in turns) == sorted(each.text for each in answers.values())
-    assert all(turn.reason in ("stopped", "length") for turn in turns)
+    assert all(turn.finish_reason in ("stopped", "length") for turn in turns)
     said(chat.send("x"))
     assert_sees_its_text(chat)
 
@@ -279,7 +283,7 @@ def test_errors_keep_the_chat(byte_tokenizer):
     with pytest.raises(kvjax.NonFiniteError):
         list(chat.send("c" * 14))
     assert [turn.answer for turn in chat.turns] == ["first", "b"]
-    assert (chat.turns[1].reason, held(chat)) == ("stopped", None)
+    assert (chat.turns[1].finish_reason, held(chat)) == ("stopped", None)
     assert chat.undo().user == "c" * 14
     chat.settings["max_new_tokens"] = 3
     assert said(chat.send("d")) == "bbb"
@@ -299,7 +303,7 @@ def test_stopped_streams(byte_tokenizer, monkeypatch):
     result = running.result
     joined = ["".join(piece.text[row] for piece in pieces) for row in range(2)]
     assert result.text == joined == ["bcdefghi", "b\N{EURO SIGN}x"]
-    assert result.stats.stop_reasons == ("stopped", "stopped")
+    assert result.stats.finish_reasons == ("stopped", "stopped")
     assert result.cache.length.tolist() == [8, 6] and result.pending_tokens == [
         result.tokens[0][-1:],
         [],
@@ -487,7 +491,7 @@ def test_the_token_that_ends_an_answer_is_the_templates(byte_tokenizer, tmp_path
     settings = {"template": SHORT, "max_len": 64, "prefill_chunk": 16, "stop": ["!STOP"]}
     chat = kvjax.Chat(lm, **settings)
     assert [said(chat.send(each)) for each in "abc"] == ["hey", "you", "no"]
-    assert [turn.reason for turn in chat.turns] == ["eos", "eos", "stop"]
+    assert [turn.finish_reason for turn in chat.turns] == ["eos", "eos", "stop"]
     assert list(held(chat).tokens) == byte_tokenizer.encode("a</s>hey</s>b</s>you</s>c</s>no")
     assert (
         chat.stats.prefill_tokens == 2 + 3 + 3

@@ -29,7 +29,7 @@ STATS = {
     "cached_tokens",
     "speculation",
     "moves",
-    "stop_reasons",
+    "finish_reasons",
     "beyond_context",
     "prompt_tokens",
     "new_tokens",
@@ -131,7 +131,7 @@ def test_json_is_one_object(run, tiny_llama_dir, tiny_llama):
     assert result["text"] == expected.text[0] and result["tokens"] == expected.tokens[0]
     assert result["stats"]["prompt_tokens"] == 4 and result["stats"]["new_tokens"] == 7
     assert result["stats"]["cache_bytes"] == expected.stats.cache_bytes
-    assert result["stats"]["stop_reasons"] == ["length"]
+    assert result["stats"]["finish_reasons"] == ["length"]
     assert set(result["stats"]["cache_bytes"]) == {"device"}
 
 
@@ -384,7 +384,7 @@ def test_out_of_memory_is_one_line(run, monkeypatch, tiny_llama_dir):
 def test_quantized_cache(run, tiny_llama_dir, tiny_llama):
     arguments = ("generate", "Once", "--model", tiny_llama_dir, "--max-new-tokens", 5, "--json")
     code, out, _ = run(*arguments, "--key-bits", 8, "--value-bits", 4, "--group-size", 16)
-    policy = kvjax.policy(key_bits=8, value_bits=4, group=16)
+    policy = kvjax.policy(key_bits=8, value_bits=4, group_size=16)
     expected = kvjax.generate(tiny_llama, ["Once"], max_new_tokens=5, cache=policy)
     assert code == 0 and json.loads(out)["tokens"] == expected.tokens[0]
     assert_one_line_error(

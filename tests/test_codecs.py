@@ -303,14 +303,14 @@ def test_absmax_int8():
     [
         (lambda: Integer(5), "bits=5: choose from 1, 2, 3, 4, 8"),
         (lambda: Int4("row"), "per='row': choose from token, channel, head, tensor"),
-        (lambda: Int4("head", 8), "group=8: scales per head have no groups"),
-        (lambda: Int4(group=0), "group must be an integer >= 1, got 0"),
+        (lambda: Int4("head", 8), "group_size=8: scales per head have no groups"),
+        (lambda: Int4(group_size=0), "group_size must be an integer >= 1, got 0"),
         (lambda: Int4(scales=Raw("float32")), "scales are float16 or bfloat16, not float32"),
         (lambda: Float8("e3m4"), "kind='e3m4': choose from e4m3, e5m2"),
         (lambda: HalfQuadratic(Int4()), "has none: give it an integer codec with"),
         (lambda: Rotated(Int4), "Rotated wraps a codec, not <function Int4"),
-        (lambda: empty(Int4(group=48)), "does not divide head_dim, 64"),
-        (lambda: empty(Int4(group=128)), "does not divide head_dim, 64"),
+        (lambda: empty(Int4(group_size=48)), "does not divide head_dim, 64"),
+        (lambda: empty(Int4(group_size=128)), "does not divide head_dim, 64"),
         (lambda: empty(Int4("channel", 128)), "the block's tokens, 64"),
         (lambda: empty(Int4(), (1, 1, 1, 12, 64)), "12 tokens must be a multiple of 8"),
         (lambda: empty(Rotated(Int4()), (1, 1, 1, 8, 5)), "head_dim=5 must be even"),
@@ -368,7 +368,7 @@ def test_padding_keeps_means(tokens):
 def test_transformers_residuals_shorter_than_a_block():
     """As in Transformers' own tests: only the newest block stays raw."""
     policy = kvjax.transformers_policy(residual_length=4)
-    assert (policy.block, policy.recent, policy.keys.group) == (8, 0, 64)
+    assert (policy.block, policy.recent, policy.keys.group_size) == (8, 0, 64)
     assert kvjax.transformers_policy(residual_length=8) == policy
     with pytest.raises(ValueError, match="residual_length must be an integer >= 1"):
         kvjax.transformers_policy(residual_length=0)

@@ -16,7 +16,7 @@ from tests.test_guided import Anything
 
 POLICIES: dict[str, tuple[Any, int]] = {
     "static": (kvjax.policy("static"), 90),
-    "quantized": (kvjax.policy("quantized", group=16, block=16), 90),
+    "quantized": (kvjax.policy("quantized", group_size=16, block=16), 90),
     "dynamic": (kvjax.CachePolicy(Growing(start=16)), 150),
     "sliding_window": (kvjax.policy("sliding_window", window=20, sinks=2), 90),
     "offloaded_static": (kvjax.policy("offloaded_static", block=16), 90),
@@ -70,7 +70,7 @@ def test_generation_compiles_nothing_afterwards(lm, name):
 GUIDED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "plain": ({}, {"feed", "choose"}),
     "lookup": (
-        {"draft": kvjax.PromptLookup(3, shortest=1)},
+        {"draft": kvjax.PromptLookup(3, min_ngram=1)},
         {"feed", "choose", "propose", "feed drafts", "check"},
     ),
     "model": (
@@ -134,7 +134,7 @@ def test_a_stop_string_compiles_nothing(lm):
     assert whole.stats.compilations == 0
     stop = whole.text[0][5:7]
     result = generate(lm, ["Once"], max_new_tokens=20, max_len=64, stop=stop)
-    assert result.stats.stop_reasons == ("stop",) and result.stats.compilations == 0
+    assert result.stats.finish_reasons == ("stop",) and result.stats.compilations == 0
 
 
 def test_the_model_is_not_run(lm, monkeypatch):

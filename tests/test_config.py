@@ -362,7 +362,7 @@ def test_phi3(tmp_path: Path) -> None:
             tmp_path, {**PHI3, **length, "rope_scaling": scaling, "partial_rotary_factor": 0.75}
         )
         assert isinstance(config, Phi3Config)
-        assert (config.rope.kind, config.rope.rotary_dim(8)) == ("longrope", 6)
+        assert (config.rope.rope_type, config.rope.rotary_dim(8)) == ("longrope", 6)
         parameters = dict(config.rope.parameters)
         assert parameters["original_max_position_embeddings"] == (16 if length else 4096)
 
@@ -411,7 +411,7 @@ def test_llama4(tmp_path: Path) -> None:
     assert (bare.intermediate_size, bare.moe_intermediate_size) == (16384, 8192)
     assert bare.windows == (8192, 8192, 8192, None) * 12
     assert bare.rope_layers == (True, True, True, False) * 12
-    assert (bare.qk_unit, bare.temperature, bare.dense_layers) == (True, (0.1, 8192), ())
+    assert (bare.use_qk_norm, bare.attn_temperature, bare.dense_layers) == (True, (0.1, 8192), ())
     assert bare.rope == RopeConfig(theta=5e5)
     fields = {
         "no_rope_layers": [0, 1, 1, 1], "interleave_moe_layer_step": 2, "head_dim": None,
@@ -421,21 +421,24 @@ def test_llama4(tmp_path: Path) -> None:
     config = read(tmp_path, {**LLAMA4, **fields})
     assert isinstance(config, Llama4Config)
     assert (config.windows, config.rope_layers) == ((9, None, 9), (False, True, True))
-    assert (config.dense_layers, config.temperature, config.head_dim) == ((0, 2), None, 8)
+    assert (config.dense_layers, config.attn_temperature, config.head_dim) == ((0, 2), None, 8)
 
 
 def test_gemma3n(tmp_path: Path) -> None:
     bare = read(tmp_path, {"model_type": "gemma3n_text"})
     assert isinstance(bare, Gemma3nConfig)
-    assert (bare.num_hidden_layers, bare.shared_layers, bare.streams) == (35, 15, 4)
+    assert (bare.num_hidden_layers, bare.num_kv_shared_layers, bare.altup_num_inputs) == (35, 15, 4)
     assert bare.windows == (512, 512, 512, 512, None) * 7
     assert bare.cache_sources == (*range(20), *(18, 18, 18, 18, 19) * 3)
-    assert bare.sparsity == (0.95,) * 10 + (0.0,) * 25
-    assert (bare.inner_sizes, bare.final_logit_softcapping) == ((16384,) * 35, 30.0)
+    assert bare.activation_sparsity_pattern == (0.95,) * 10 + (0.0,) * 25
+    assert (bare.intermediate_sizes, bare.final_logit_softcapping) == ((16384,) * 35, 30.0)
     assert (bare.rope, bare.local_rope) == BASES
     config = read(tmp_path, {**GEMMA3N, "intermediate_size": [1, 2, 3, 4, 5, 6, 7]})
     assert isinstance(config, Gemma3nConfig)
-    assert (config.inner_sizes, config.windows) == ((1, 2, 3, 4, 5, 6, 7), (8,) * 4 + (None, 8, 8))
+    assert (config.intermediate_sizes, config.windows) == (
+        (1, 2, 3, 4, 5, 6, 7),
+        (8,) * 4 + (None, 8, 8),
+    )
     assert config.cache_sources == (0, 1, 2, 3, 4, 3, 3)
 
 
@@ -448,7 +451,11 @@ def test_gemma4(tmp_path: Path) -> None:
     )  # fmt: skip
     heads = [(each.num_key_value_heads, each.head_dim) for each in bare.per_layer_config]
     assert heads == ([(4, 256)] * 5 + [(4, 512)]) * 5
-    assert (bare.shared_layers, bare.num_experts, bare.final_logit_softcapping) == (0, 0, None)
+    assert (bare.num_kv_shared_layers, bare.num_experts, bare.final_logit_softcapping) == (
+        0,
+        0,
+        None,
+    )
     # What stands outside of `rope_parameters` Transformers does not read here.
     outside = {"rope_theta": 777.0, "rope_local_base_freq": 7.0, "partial_rotary_factor": 0.5}
     found: Any = read(tmp_path, {"model_type": "gemma4_text", **outside})
@@ -460,7 +467,7 @@ def test_gemma4(tmp_path: Path) -> None:
     }  # fmt: skip
     config = read(tmp_path, published)
     assert isinstance(config, Gemma4Config)
-    assert config.inner_sizes == (40, 40, 40, 40, 80, 80, 80)
+    assert config.intermediate_sizes == (40, 40, 40, 40, 80, 80, 80)
     assert config.cache_sources == (0, 1, 2, 3, 2, 3, 2)
     assert layer_heads(config) == ((1, 16), (2, 8)) * 3 + ((1, 16),)
     # As Transformers writes the same.

@@ -63,7 +63,7 @@ def lettered():
 
 
 def engine_of(policy="raw", *, lm=None, rows=ROWS, ahead=1, **more):
-    given = {"pages": FEWER.get(policy, PAGES), "prefill_chunk": CHUNK, "decode_rounds": WIDE}
+    given = {"pages": FEWER.get(policy, PAGES), "prefill_chunk": CHUNK, "decode_steps": WIDE}
     limits = InferenceLimits(max_batch_size=rows, max_seq_len=MOST, prefetch_steps=ahead)
     return kvjax.Engine(lettered() if lm is None else lm, POLICIES[policy], limits, **given | more)
 
@@ -105,7 +105,7 @@ def alone(policy):
 
 
 def told(handle):
-    return handle.tokens, handle.text, handle.logprobs, handle.reason
+    return handle.tokens, handle.text, handle.logprobs, handle.finish_reason
 
 
 def settled(engine):
@@ -171,11 +171,11 @@ def test_results_match_a_request_alone_bitwise(policy):
         assert stats.cached_tokens > 100 and settled(engine)
         for number, handle in handles.items():
             tokens, text, scores, reason = wanted[number]
-            if handle.reason != "cancelled":
+            if handle.finish_reason != "cancelled":
                 assert told(handle) == wanted[number], (number, handle, reason)
             assert handle.tokens == tokens[: len(handle.tokens)] and text.startswith(handle.text)
             assert handle.logprobs == scores[: len(handle.tokens)]
-        ended = [handle.reason for handle in handles.values()]
+        ended = [handle.finish_reason for handle in handles.values()]
         assert {"length", "eos", "stop", "cancelled"} <= set(ended)
 
 
@@ -241,7 +241,7 @@ def test_tokens_match_generate(temperature):
     prompts = [prompt for prompt, _ in asked()[:8]]
     settings = {"max_new_tokens": 20, "eos_token_ids": (), "temperature": temperature, "seed": 5}
     wanted = kvjax.generate(lettered(), prompts, prefill_chunk=CHUNK, **settings)
-    for given in ({}, {"exact": False}, {"prefix_cache": False}):
+    for given in ({}, {"batch_invariant": False}, {"prefix_cache": False}):
         handles = engine_of(**given).run(prompts, **settings)
         assert [handle.tokens for handle in handles] == wanted.tokens
         assert [handle.text for handle in handles] == wanted.text
@@ -260,7 +260,7 @@ def test_shared_prefixes_are_computed_once():
     while engine.step():
         pass
     assert (other.cached_tokens, mine.cached_tokens) == (0, 96) and settled(engine)
-    engine.update(jax.tree.map(jnp.copy, lettered().params))
+    engine.update_params(jax.tree.map(jnp.copy, lettered().params))
     assert engine.run([prompt])[0].cached_tokens == 0
 
 
@@ -276,27 +276,27 @@ def test_parameters_change_between_steps():
     before = [engine.submit(list(range(40)) * k, max_new_tokens=60) for k in (1, 2, 3, 3)]
     until(engine, lambda: len(before[0].tokens) >= 4)
     old = list(before[0].tokens)
-    engine.update(params)
+    engine.update_params(params)
     after = engine.submit(list(range(40)), max_new_tokens=9, logprobs=0)
     while engine.step():
         pass
     assert after.tokens == wanted.tokens and settled(engine)
     # Rows that started with the old parameters have cached nothing after the update.
-    assert {name.weights for name in engine._prefixes.radix.roots} == {1}
+    assert {name.weight_version for name in engine._prefixes.radix.roots} == {1}
     assert before[0].tokens[:4] == old[:4] and all(len(each.tokens) == 60 for each in before)
     with pytest.raises(ValueError, match="not those of the engine's model"):
-        engine.update({"other": jnp.zeros(3)})
+        engine.update_params({"other": jnp.zeros(3)})
     meter, device = Timer(), jax.devices()[0]
     with meter.running():
-        engine.update(jax.device_put(params, device))
+        engine.update_params(jax.device_put(params, device))
         engine.run([[1, 2]])
-        engine.update(jax.tree.map(np.asarray, params))
+        engine.update_params(jax.tree.map(np.asarray, params))
         engine.run([[1, 2]])
     assert meter.compilations == 0
     with pytest.raises(ValueError, match=r"engine's model: parameters must be a pytree of arrays"):
-        engine.update({"other": 3})
+        engine.update_params({"other": 3})
     with pytest.raises(ValueError, match="on other devices"):
-        engine.update(jax.device_put(params, jax.devices()[1]))
+        engine.update_params(jax.device_put(params, jax.devices()[1]))
     for tenant in range(9):
         engine.run([[1, 2]], tenant=tenant)
     assert len(engine._prefixes.radix.roots) < 3
@@ -355,7 +355,7 @@ def test_reported_tokens_stay_when_new_parameters_compute_them_again():
     told = list(late.tokens)
     engine.submit([4] * 60, max_new_tokens=60, priority=-1)
     until(engine, lambda: late.preemptions)
-    engine.update(params)
+    engine.update_params(params)
     while engine.step():
         pass
     assert late.tokens[: len(told)] == told and len(late.tokens) == 50
@@ -423,13 +423,17 @@ def test_priorities_deadlines_and_cancel():
         pass
     last = [x for n, x in enumerate(ended) if x.done and x not in ended[n + 1 :]]
     assert last in ([never, dropped, first, urgent, late], [dropped, never, first, urgent, late])
-    assert (never.reason, dropped.reason, never.tokens) == ("deadline", "cancelled", [])
+    assert (never.finish_reason, dropped.finish_reason, never.tokens) == (
+        "deadline",
+        "cancelled",
+        [],
+    )
     running = engine.submit([1, 2], max_new_tokens=100, deadline=60.0)
     engine.step()
     engine.step()
     object.__setattr__(running.request, "deadline", 1e-9)
     engine.step()
-    assert running.reason == "deadline" and settled(engine)
+    assert running.finish_reason == "deadline" and settled(engine)
 
 
 @pytest.mark.slow
@@ -444,7 +448,7 @@ def test_non_finite_logits_end_one_request():
         list(engine.stream(handles[1]))
     while engine.step():
         pass
-    assert [handle.reason for handle in handles] == ["length", "error", "length"]
+    assert [handle.finish_reason for handle in handles] == ["length", "error", "length"]
 
 
 @pytest.mark.slow
@@ -454,7 +458,7 @@ def test_reused_pages_of_non_finite_rows_do_not_reach_windows():
     params = jax.tree.map(lambda x: x, lm.params)
     table = params["model"]["embed_tokens"]
     table["weight"] = table["weight"].at[60].set(jnp.nan)
-    given = {"host_memory": 0, "decode_rounds": 8}
+    given = {"host_memory": 0, "decode_steps": 8}
     engine = engine_of("hybrid", lm=dataclasses.replace(lm, params=params), **given)
     rng, good, bad = np.random.default_rng(0), [], []
     for number in range(24):
@@ -466,8 +470,8 @@ def test_reused_pages_of_non_finite_rows_do_not_reach_windows():
         good.append(engine.submit(prompt, max_new_tokens=20 + number, **more))
     while engine.step():
         pass
-    assert {handle.reason for handle in good} == {"length"}
-    assert {handle.reason for handle in bad} == {"error"}
+    assert {handle.finish_reason for handle in good} == {"length"}
+    assert {handle.finish_reason for handle in bad} == {"error"}
 
 
 class Choice:
@@ -510,7 +514,7 @@ def test_a_failing_program_ends_all_requests(monkeypatch):
     monkeypatch.setattr(engine._runner, "decode", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         engine.step()
-    assert {handle.reason for handle in ended} == {"error"} and len(set(ended)) == 6
+    assert {handle.finish_reason for handle in ended} == {"error"} and len(set(ended)) == 6
     assert all(isinstance(handle.error, ZeroDivisionError) for handle in ended)
     assert settled(engine)
 
@@ -562,7 +566,9 @@ def test_a_failing_guide_or_callback_ends_its_request_only():
     ]  # fmt: skip
     while engine.step():
         pass
-    assert fine.reason == "length" and [each.reason for each in wrong] == ["error"] * 2
+    assert (
+        fine.finish_reason == "length" and [each.finish_reason for each in wrong] == ["error"] * 2
+    )
     assert isinstance(wrong[0].error, IndexError) and settled(engine)
     with pytest.raises(RuntimeError, match="a user's"):
         list(engine.stream(wrong[1]))
@@ -639,7 +645,7 @@ def test_a_service_serves_its_readers():
         return gone, found
 
     gone, found = asyncio.run(all_of_them())
-    assert gone.reason == "cancelled" and found == alone("raw")[:12]
+    assert gone.finish_reason == "cancelled" and found == alone("raw")[:12]
     engine.cancel(next(iter([seq.handle for seq in engine._scheduler.running]), gone))
     assert settled(engine)
 
@@ -691,7 +697,7 @@ def test_it_works_on_a_mesh(policy):
 @pytest.mark.parametrize("policy", ["raw", "int8"])
 def test_programs_update_pools_in_place(policy, exact):
     """The pool is much larger than what all rows use."""
-    engine, sent = engine_of(policy, pages=400, exact=exact), {}
+    engine, sent = engine_of(policy, pages=400, batch_invariant=exact), {}
     dispatch, runner = engine._runner.dispatch, engine._runner
 
     def noted(program, *args, **static):
@@ -726,7 +732,7 @@ def test_two_thousand_requests():
     assert meter.compilations == 0 and settled(engine)
     wanted = alone("raw")
     for number, handle in handles.items():
-        assert handle.reason == "cancelled" or told(handle) == wanted[number % 64]
+        assert handle.finish_reason == "cancelled" or told(handle) == wanted[number % 64]
     assert sum(x.nbytes for x in alive()) <= before + 10_000
     assert engine.stats().preemptions > 100
 
@@ -782,7 +788,7 @@ def test_the_last_new_token_needs_no_position():
     for held, new in ((MOST - 12, 13), (MOST, 1)):
         prompt = [(7 * n) % 60 for n in range(held)]
         (handle,) = engine.run([prompt], max_new_tokens=new, eos_token_ids=())
-        assert len(handle.tokens) == new and handle.reason == "length"
+        assert len(handle.tokens) == new and handle.finish_reason == "length"
         logits = lm.apply(lm.params, np.array([(prompt + handle.tokens)[:MOST]], np.int32))
         assert handle.tokens == np.argmax(logits[0, held - 1 :], axis=-1).tolist()
         with pytest.raises(ValueError, match=f"need {MOST + 1} positions, but .* is {MOST}"):
@@ -824,7 +830,7 @@ def test_prompt_logprobs():
 @pytest.mark.slow
 def test_prompt_logprobs_stay_while_they_are_computed_again():
     """The request is preempted and computed again."""
-    few: dict[str, Any] = {"pages": 5, "decode_rounds": 2, "host_memory": 0, "prefill_chunk": 16}
+    few: dict[str, Any] = {"pages": 5, "decode_steps": 2, "host_memory": 0, "prefill_chunk": 16}
     limits = InferenceLimits(max_batch_size=2, max_seq_len=64)
     engine = kvjax.Engine(lettered(), kvjax.policy("paged", page_size=16), limits, **few)
     engine.submit([5] * 8, max_new_tokens=56, eos_token_ids=())
@@ -861,9 +867,12 @@ def test_pools_use_the_available_memory(monkeypatch):
 def test_invalid_engines():
     lm = lettered()
     for given, words in {
-        "step_tokens": ({"step_tokens": 3}, "step_tokens must be an integer >= 36"),
-        "exact": ({"exact": 1}, "exact must be True or False, got 1"),
-        "rounds": ({"decode_rounds": 0}, "decode_rounds"),
+        "max_num_batched_tokens": (
+            {"max_num_batched_tokens": 3},
+            "max_num_batched_tokens must be an integer >= 36",
+        ),
+        "batch_invariant": ({"batch_invariant": 1}, "batch_invariant must be True or False, got 1"),
+        "rounds": ({"decode_steps": 0}, "decode_steps"),
     }.values():
         with pytest.raises(ValueError, match=words):
             engine_of(**given)

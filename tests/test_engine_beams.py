@@ -49,8 +49,13 @@ def test_results_match_generate(policy):
         assert [found.tokens for found in handle.beam_results] == wanted.tokens
         scores = [found.score for found in handle.beam_results]
         np.testing.assert_allclose(scores, wanted.sequence_scores, atol=1e-4)
-        assert [found.reason for found in handle.beam_results] == list(wanted.stats.stop_reasons)
-        assert handle.tokens == wanted.tokens[0] and handle.reason == handle.beam_results[0].reason
+        assert [found.finish_reason for found in handle.beam_results] == list(
+            wanted.stats.finish_reasons
+        )
+        assert (
+            handle.tokens == wanted.tokens[0]
+            and handle.finish_reason == handle.beam_results[0].finish_reason
+        )
         for found, row in zip(handle.beam_results, wanted.logprobs, strict=True):
             for one, other in zip(found.logprobs, row, strict=True):
                 assert [token for token, _ in one.top_logprobs] == [
@@ -99,10 +104,10 @@ def test_searches_and_other_requests_match_each_alone():
         assert settled(mine)
     assert meter.compilations == 0
     assert all(told(handle) == alone[number] for number, handle in handles)
-    reasons = [handle.reason for _, handle in beams]
+    reasons = [handle.finish_reason for _, handle in beams]
     assert 0 < reasons.count("cancelled") < 5
     for which, handle in beams:
-        assert handle.beam_results == ([] if handle.reason == "cancelled" else found[which])
+        assert handle.beam_results == ([] if handle.finish_reason == "cancelled" else found[which])
 
 
 @pytest.mark.slow
@@ -127,12 +132,14 @@ def test_a_search_that_is_cancelled_or_fails():
     mine.cancel(search)
     late = mine.submit(PROMPT, deadline=1e-9, **WIDE)
     mine.step()
-    assert search.reason == "cancelled" and late.reason == "deadline" and settled(mine)
+    assert (
+        search.finish_reason == "cancelled" and late.finish_reason == "deadline" and settled(mine)
+    )
     search = mine.submit(PROMPT, **WIDE)
     until(mine, lambda: mine.stats().used_pages[0] > 5)
-    mine.update(jax.tree.map(lambda x: x * jnp.nan, one_layer().params))
+    mine.update_params(jax.tree.map(lambda x: x * jnp.nan, one_layer().params))
     until(mine, lambda: search.done)
-    assert search.beam_results == [] and search.reason == "error" and settled(mine)
+    assert search.beam_results == [] and search.finish_reason == "error" and settled(mine)
     with pytest.raises(NonFiniteError, match=r"after [1-9]"):
         list(mine.stream(search))
 
@@ -209,7 +216,7 @@ def test_a_failing_guide_ends_its_search_only():
     mine = engine(pages=40)
     handle = mine.submit(PROMPT, guide=Failing(), num_beams=2, max_new_tokens=16)
     (other,) = mine.run([PROMPT], max_new_tokens=16)
-    assert settled(mine) and handle.reason == "error" and str(handle.error) == "no further"
+    assert settled(mine) and handle.finish_reason == "error" and str(handle.error) == "no further"
     assert len(other.tokens) == 16
     with pytest.raises(ValueError, match=r"num_beams needs a guide with copy\(\)"):
         once = SimpleNamespace(allowed=None, accept=None)

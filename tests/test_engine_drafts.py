@@ -24,7 +24,7 @@ from tests.test_guided import Text
 from tests.test_prefixes import MOST, POLICIES
 
 ROWS, NEW = 3, 40
-LOOKUP = kvjax.PromptLookup(shortest=1, adaptive=False)
+LOOKUP = kvjax.PromptLookup(min_ngram=1, adaptive=False)
 SETTINGS = (
     {"logprobs": 2}, {"temperature": 0.8, "top_p": 0.9}, {"temperature": 0.3},
     {"repetition_penalty": 1.3}, {"logprobs": 2, "temperature": 0.2},
@@ -66,7 +66,7 @@ def asked(mine, draft, texts=None):
         for n, (text, each) in enumerate(zip(texts, SETTINGS, strict=False))
     ]
     assert settled(mine)
-    assert [handle.reason for handle in handles] == ["length"] * len(texts)
+    assert [handle.finish_reason for handle in handles] == ["length"] * len(texts)
     return handles
 
 
@@ -225,7 +225,7 @@ def test_programs_update_pools_in_place(together, monkeypatch):
 def test_drafts_pause_when_they_save_no_time():
     price, alone = draft_cost("cpu", 1, 7, 0.0), lambda price: price
     text = [1, 2, 3] * 3
-    drafts = DraftState(DraftPlan(kvjax.PromptLookup(shortest=1), price), text)
+    drafts = DraftState(DraftPlan(kvjax.PromptLookup(min_ngram=1), price), text)
     assert drafts.relative_cost(7, alone, True) == pytest.approx(
         (1 + price.verify) / (1 + 3.8503), rel=1e-4
     )
@@ -261,7 +261,7 @@ def test_drafts_pause_when_they_save_no_time():
 def test_all_rows_draft_or_none():
     """One row less does not make a pass cheaper. A row whose draft is being verified waits for it,
     also when other requests come, since its length is not known before."""
-    mine = engine(draft=kvjax.PromptLookup(shortest=1), pages=40)
+    mine = engine(draft=kvjax.PromptLookup(min_ngram=1), pages=40)
     drafted = lambda: mine.stats().drafted_tokens  # noqa: E731
     first = mine.submit([7, 3, 9, 1] * 5, max_new_tokens=60, eos_token_ids=())
     until(mine, lambda: drafted() > 0)

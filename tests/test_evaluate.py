@@ -157,7 +157,7 @@ def test_policies_in_words():
     )
     with pytest.raises(ValueError, match="the policy 'width=4' has 'width': settings are "):
         parse_policy("width=4")
-    assert parse_policy("bits=4", bits=4, group=None) == kvjax.policy(bits=4)
+    assert parse_policy("bits=4", bits=4, group_size=None) == kvjax.policy(bits=4)
     with pytest.raises(ValueError, match="bits is 4 in 'bits=4', but 8 was also given"):
         parse_policy("bits=4", bits=8)
 

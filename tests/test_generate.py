@@ -117,7 +117,7 @@ def test_a_row_ends_with_its_end_of_text_token(byte_tokenizer):
     result = generate(lm, [[1], [1, 1], [1]], max_new_tokens=6)
     assert result.tokens == [[*b"bc", EOS], list(b"cdefgh"), [EOS]]
     assert result.text == [decoded(lm, tokens) for tokens in (b"bc", b"cdefgh", b"")]
-    assert result.stats.stop_reasons == ("eos", "length", "eos")
+    assert result.stats.finish_reasons == ("eos", "length", "eos")
     # The newest token of each row is not fed, and the cache of a finished row does not grow.
     assert result.cache.length.tolist() == [3, 7, 1]
     assert result.pending_tokens == [[EOS], [ord("h")], [EOS]]
@@ -158,7 +158,7 @@ def test_one_token(byte_tokenizer):
     lm = scripted("abc", tokenizer=byte_tokenizer)
     result = generate(lm, "a", max_new_tokens=1)
     assert (result.text, result.cache.length.tolist()) == (["b"], [1])
-    assert result.stats.stop_reasons == ("length",)
+    assert result.stats.finish_reasons == ("length",)
     assert result.stats.decode_tokens_per_second == 0.0
 
 
@@ -188,7 +188,7 @@ def test_text_and_cache_end_before_a_stop_string(byte_tokenizer, stop, text, use
     assert result.text == [text]
     assert result.tokens == [lm.tokenizer.encode(text)]
     stopped = len(text) < 80
-    assert result.stats.stop_reasons == ("stop" if stopped else "length",)
+    assert result.stats.finish_reasons == ("stop" if stopped else "length",)
     if use_cache:
         assert result.cache.length.tolist() == [1 + len(text) - (not stopped)]
         assert result.pending_tokens == [[] if stopped else result.tokens[0][-1:]]
@@ -199,7 +199,7 @@ def test_rows_stop_each_on_their_own(byte_tokenizer):
     lm = scripted(*rows, tokenizer=byte_tokenizer)
     result = generate(lm, ["a", "a", "a"], max_new_tokens=60, stop="#")
     assert result.text[:2] == ["b", 50 * "b"]
-    assert result.stats.stop_reasons == ("stop", "stop", "length")
+    assert result.stats.finish_reasons == ("stop", "stop", "length")
     assert result.cache.length.tolist() == [2, 51, 60]
 
 
@@ -240,7 +240,7 @@ def assert_pieces_make_the_result(lm, prompts, **settings):
     assert running.result.tokens == expected.tokens
     assert running.result.pending_tokens == expected.pending_tokens
     np.testing.assert_array_equal(running.result.cache.length, expected.cache.length)
-    assert pieces[-1].stats.stop_reasons == expected.stats.stop_reasons
+    assert pieces[-1].stats.finish_reasons == expected.stats.finish_reasons
     return pieces
 
 
@@ -315,7 +315,7 @@ def test_stop_strings_count_behind_the_least_tokens(byte_tokenizer, least, text,
     settings: dict[str, Any] = {"max_new_tokens": 13, "min_new_tokens": least, "stop": ["STO"]}
     found = generate(lm, "p", **settings)
     assert (found.text, len(found.tokens[0])) == ([text], tokens)
-    assert found.stats.stop_reasons == ("stop" if least < 12 else "length",)
+    assert found.stats.finish_reasons == ("stop" if least < 12 else "length",)
     assert_pieces_make_the_result(lm, ["p"], **settings)
 
 
@@ -397,7 +397,7 @@ def test_numbers_of_other_libraries(tiny_llama, of):
     found = generate(tiny_llama, "a", **{name: of(value) for name, value in beams.items()})
     assert found.tokens == wanted.tokens
     make: list[Any] = [
-        lambda f: kvjax.policy(bits=f(4), group=f(32), block=f(64), recent=f(1)),
+        lambda f: kvjax.policy(bits=f(4), group_size=f(32), block=f(64), recent=f(1)),
         lambda f: kvjax.policy("sliding_window", window=f(8), sinks=f(1), slack=f(4)),
         lambda f: kvjax.policy("paged", page_size=f(16), pages=f(8)),
         lambda f: kvjax.policy("offloaded", prefetch=f(1)),
@@ -567,7 +567,7 @@ def test_the_figures(tiny_llama):
     stats = generate(tiny_llama, PROMPTS, max_new_tokens=5, **SHARED).stats
     assert dataclasses.asdict(stats).keys() == {
         "prompt_tokens", "new_tokens", "compile_seconds", "prefill_seconds", "decode_seconds",
-        "decode_tokens_per_second", "cache_bytes", "compilations", "stop_reasons", "moves",
+        "decode_tokens_per_second", "cache_bytes", "compilations", "finish_reasons", "moves",
         "beyond_context", "cached_tokens", "speculation",
     }  # fmt: skip
     assert stats.prompt_tokens == sum(map(len, PROMPTS)) and stats.new_tokens == 15

@@ -71,7 +71,7 @@ class Text(Anything):
 
 POLICIES: dict[str, Any] = {
     "static": "static",
-    "4 bits": kvjax.policy(bits=4, group=8, block=8),
+    "4 bits": kvjax.policy(bits=4, group_size=8, block=8),
     "dynamic": kvjax.CachePolicy(Growing(start=16)),
     "sliding_window": kvjax.policy("sliding_window", window=20, sinks=2, slack=20),
     "offloaded": kvjax.policy("offloaded_static", block=8),
@@ -105,8 +105,8 @@ def test_a_guide_that_allows_everything_changes_nothing(way):
     plain, guided = found
     assert guided.tokens == plain.tokens and guided.text == plain.text
     assert guided.pending_tokens == plain.pending_tokens
-    assert guided.stats.stop_reasons == plain.stats.stop_reasons
-    assert {"length", "stop"} <= set(plain.stats.stop_reasons)
+    assert guided.stats.finish_reasons == plain.stats.finish_reasons
+    assert {"length", "stop"} <= set(plain.stats.finish_reasons)
     for mine, other in zip(guided.logprobs, plain.logprobs, strict=True):
         for name in ("logprob", "sampling_logprob"):
             values = [[getattr(each, name) for each in scores] for scores in (mine, other)]
@@ -138,7 +138,7 @@ def test_rows_keep_to_their_texts_as_they_stream():
             assert len(tokens) <= 1
             row += tokens
     assert rows == running.result.tokens == texts
-    assert running.result.stats.stop_reasons == ("eos", "eos", "length")
+    assert running.result.stats.finish_reasons == ("eos", "eos", "length")
 
 
 class Even(Anything):
@@ -160,7 +160,7 @@ def test_drafts_of_rows_with_guides(way, kind):
     own = replace(shallow(), params=jax.tree.map(lambda x: 1.03 * x, shallow().params))
     draft = {
         "model": kvjax.DraftModel(own, 4, adaptive=False),
-        "lookup": kvjax.PromptLookup(4, shortest=1, adaptive=kind == way),
+        "lookup": kvjax.PromptLookup(4, min_ngram=1, adaptive=kind == way),
     }[kind]
     found = []
     for given in (None, draft):
@@ -173,7 +173,7 @@ def test_drafts_of_rows_with_guides(way, kind):
         )
     plain, drafted = found
     assert drafted.tokens == plain.tokens and drafted.pending_tokens == plain.pending_tokens
-    assert drafted.stats.stop_reasons == plain.stats.stop_reasons
+    assert drafted.stats.finish_reasons == plain.stats.finish_reasons
     for mine, other in zip(drafted.guides, plain.guides, strict=True):
         assert (mine is None) == (other is None)
         # Behind a stop string one may have come further.
@@ -181,7 +181,7 @@ def test_drafts_of_rows_with_guides(way, kind):
             *zip(other.tokens, mine.tokens, strict=False)
         ]
     stats = drafted.stats.speculation
-    assert stats.proposed > stats.accepted > 0
+    assert stats.drafted_tokens > stats.accepted_tokens > 0
     if plain.cache is not None:
         assert np.array_equal(drafted.cache.length, plain.cache.length)
     running = kvjax.stream(shallow(), prompts[3:], guide=guides[3:], draft=draft, max_new_tokens=8)
@@ -193,15 +193,15 @@ def test_a_draft_that_ends_a_text_asks_for_nothing_behind_it():
     """In a generation, and in an engine."""
     lm, text = shallow(), [3, 9, 1, 5, 8]
     settings: dict[str, Any] = {"max_new_tokens": 12, "eos_token_ids": (8,)}
-    draft = kvjax.PromptLookup(4, shortest=1, adaptive=False)
+    draft = kvjax.PromptLookup(4, min_ngram=1, adaptive=False)
     prompt = [*text, 2, 2, 3, 9, 1, 5, 8, 4]
     found = kvjax.generate(lm, [prompt], guide=Text(text), draft=draft, **settings)
-    assert found.tokens == [text] and found.stats.speculation.accepted == 3
+    assert found.tokens == [text] and found.stats.speculation.accepted_tokens == 3
     engine = engine_of(lm)
     guide = Text(text)
     first, second = engine.run([prompt, prompt], guide=guide, draft=draft, **settings)
     assert first.tokens == second.tokens == text and guide.tokens == []
-    assert (first.reason, second.reason) == ("eos", "eos")
+    assert (first.finish_reason, second.finish_reason) == ("eos", "eos")
 
 
 def test_the_best_samples_have_their_own_guides():
@@ -250,7 +250,7 @@ def tiny_llama(tmp_path_factory):
 @functools.cache
 def engine_of(lm):
     limits = InferenceLimits(max_batch_size=4, max_seq_len=96)
-    return kvjax.Engine(lm, limits=limits, prefill_chunk=16, decode_rounds=4)
+    return kvjax.Engine(lm, limits=limits, prefill_chunk=16, decode_steps=4)
 
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.rare), 1.0])
@@ -267,14 +267,14 @@ def test_guides_of_every_kind(tiny_llama, temperature):
         draft=kvjax.DraftModel(tiny_llama, 3, adaptive=False),
         **settings,
     )
-    assert drafted.tokens == found.tokens and drafted.stats.speculation.accepted > 0
+    assert drafted.tokens == found.tokens and drafted.stats.speculation.accepted_tokens > 0
     running = kvjax.stream(tiny_llama, prompts, guide=[*guides, None], **settings)
     pieces = [piece.text for piece in running]
     assert ["".join(texts) for texts in zip(*pieces, strict=True)] == found.text
     assert running.result.tokens == found.tokens
     assert len(pieces) >= 64
     engine = engine_of(tiny_llama)
-    for draft in (None, kvjax.PromptLookup(shortest=1, adaptive=False)):
+    for draft in (None, kvjax.PromptLookup(min_ngram=1, adaptive=False)):
         handles = [
             engine.submit(
                 prompt, guide=guide and guide.copy(), seed=seed, max_new_tokens=64,
@@ -291,7 +291,7 @@ def test_guides_of_every_kind(tiny_llama, temperature):
     with pytest.raises(ValueError, match=r"draft needs a guide with copy\(\)"):
         once = SimpleNamespace(allowed=None, accept=None)
         engine.submit("a", guide=once, draft="lookup")  # type: ignore[arg-type]
-    both = zip(KINDS, found.text, found.stats.stop_reasons, strict=False)
+    both = zip(KINDS, found.text, found.stats.finish_reasons, strict=False)
     for (name, _, pattern), text, reason in both:
         assert re.fullmatch(pattern, text) and reason == "eos", (name, text)
     assert [guide.error for guide in found.guides[:-1]] == [None] * 5
@@ -310,7 +310,7 @@ def test_random_schemas_are_kept_to(embedded, count, first):
             max_new_tokens=480, max_len=512, temperature=0.5 + 0.5 * (batch % 2),
             seed=first + 4 * batch,
         )  # fmt: skip
-        assert found.stats.stop_reasons == ("eos",) * 4, (schemas, found.text)
+        assert found.stats.finish_reasons == ("eos",) * 4, (schemas, found.text)
         for schema, text in zip(schemas, found.text, strict=True):
             jsonschema.validate(json.loads(text), schema)
 
@@ -363,7 +363,7 @@ def test_the_names_of_special_tokens_are_spelled(embedded, kind):
         )  # fmt: skip
         same = [json.loads(text) if text[0] == "{" else text for text in found.text]
         assert same == [json.loads(text) if text[0] == "{" else text for _, text in rows]
-        assert set(found.stats.stop_reasons) == {"eos"}
+        assert set(found.stats.finish_reasons) == {"eos"}
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model(tiny_llama):
@@ -462,13 +462,13 @@ def test_a_guide_that_cannot_go_on_ends_its_text(tiny_llama):
     lost.accept(tiny_llama.tokenizer.encode("x")[0])
     settings: dict[str, Any] = {**LONG, "prefill_chunk": 16}
     found = kvjax.generate(tiny_llama, list("abcdef"), guide=[lost] + [None] * 5, **settings)
-    assert found.text[0] == "" and found.stats.stop_reasons[0] == "eos"
+    assert found.text[0] == "" and found.stats.finish_reasons[0] == "eos"
     assert found.guides[0].error and found.guides[1:] == (None,) * 5
     engine = engine_of(tiny_llama)
     handle = engine.submit("a", guide=lost, max_new_tokens=9)
     while engine.step():
         pass
-    assert (handle.text, handle.reason) == ("", "eos") and lost.error
+    assert (handle.text, handle.finish_reason) == ("", "eos") and lost.error
 
 
 @pytest.mark.slow
@@ -482,7 +482,7 @@ def test_beams_keep_to_a_schema(embedded):
         embedded, ["The value: ", "a"], guide=[made.json_schema(schema), lost], num_beams=3, n=3,
         max_new_tokens=16, max_len=64, prefill_chunk=16,
     )  # fmt: skip
-    assert found.stats.stop_reasons[:3] == ("eos",) * 3
+    assert found.stats.finish_reasons[:3] == ("eos",) * 3
     for text in found.text[:3]:
         jsonschema.validate(json.loads(text), schema)
     assert len({tuple(ids) for ids in found.tokens[:3]}) == 3

@@ -83,7 +83,7 @@ def test_generated_tokens_are_those_of_one_device(tiny_llama, cell):
     assert found.text == wanted.text
     assert found.stats.new_tokens == wanted.stats.new_tokens == 120
     assert found.stats.prompt_tokens == wanted.stats.prompt_tokens
-    assert found.stats.stop_reasons == wanted.stats.stop_reasons
+    assert found.stats.finish_reasons == wanted.stats.finish_reasons
     assert (
         found.cache.batch
         == -(-3 // found.cache.mesh_sharding.rows) * found.cache.mesh_sharding.rows
@@ -469,23 +469,27 @@ def experts():
 def llama4():
     return Llama4Config(
         **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=False,
-        moe_intermediate_size=36, rope_layers=(False, True), qk_unit=True, temperature=(0.1, 6),
+        moe_intermediate_size=36, rope_layers=(False, True), use_qk_norm=True,
+        attn_temperature=(0.1, 6),
     )  # fmt: skip
 
 
 def gemma3n():
     return Gemma3nConfig(
         **vars(tiny_config(num_hidden_layers=3, windows=(None, 9, 9), wide_norms=True)),
-        inner_sizes=(48, 50, 48), sparsity=(0.0, 0.5, 0.0), shared_layers=1, layer_inputs=8,
-        layer_vocab=50, streams=2, active=0, scale_corrected=True, laurel_rank=4,
+        intermediate_sizes=(48, 50, 48), activation_sparsity_pattern=(0.0, 0.5, 0.0),
+        num_kv_shared_layers=1, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=50, altup_num_inputs=2, altup_active_idx=0,
+        altup_correct_scale=True, laurel_rank=4,
     )  # fmt: skip
 
 
 def gemma4():
     return Gemma4Config(
         **vars(tiny_config(num_hidden_layers=3, windows=(None, 9, 9), wide_norms=True)),
-        inner_sizes=(48, 48, 96), shared_layers=1, layer_inputs=8, layer_vocab=61,
-        global_key_value_heads=1, global_head_dim=16, keys_are_values=True, num_experts=5,
+        intermediate_sizes=(48, 48, 96), num_kv_shared_layers=1, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=61,
+        num_global_key_value_heads=1, global_head_dim=16, attention_k_eq_v=True, num_experts=5,
         num_experts_per_tok=2, moe_intermediate_size=36,
     )  # fmt: skip
 

@@ -200,7 +200,7 @@ def from_tree() -> Any:
 def engine(asked: Any = None, **more: Any) -> Any:
     """Requests beside each other: drawn, by beams, with stop strings; pages are few."""
     limits = InferenceLimits(max_batch_size=3, max_seq_len=MAX_LEN)
-    given: Any = {"pages": 11, "prefill_chunk": 16, "decode_rounds": 4, **more}
+    given: Any = {"pages": 11, "prefill_chunk": 16, "decode_steps": 4, **more}
     mine = kvjax.Engine(lm(), POLICIES["paged"], limits, **given)
     asked = asked or [{"logprobs": 2}, CONTROLS, {"num_beams": 2}, {"stop": ["BA"]}]
     handles = [
@@ -209,7 +209,7 @@ def engine(asked: Any = None, **more: Any) -> Any:
     ]
     while mine.step():
         pass
-    return [(handle.reason, handle.tokens) for handle in handles]
+    return [(handle.finish_reason, handle.tokens) for handle in handles]
 
 
 def rolled_out() -> Any:

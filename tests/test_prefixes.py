@@ -390,7 +390,7 @@ class TreeMachine(RuleBasedStateMachine):
     @rule()
     def other_weights(self):
         self.version += 1
-        self.tree.weights = self.version
+        self.tree.weight_version = self.version
 
     @rule()
     def forget(self):
@@ -535,12 +535,12 @@ def test_whose_texts_they_are():
     tree = tree_of(lm, POLICIES["raw"])
     ask = functools.partial(kvjax.generate, max_new_tokens=2)
     cached = lambda lm, tree: ask(lm, [prompt], prefix_cache=tree).stats.cached_tokens  # noqa: E731
-    every = [cached(lm, each) for each in (tree, tree, tree.of("a"), tree.of("a"))]
+    every = [cached(lm, each) for each in (tree, tree, tree.for_tenant("a"), tree.for_tenant("a"))]
     assert every == [0, 32, 0, 32]
     trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
-    with pytest.raises(ValueError, match="used weights=0 with other parameters"):
+    with pytest.raises(ValueError, match="used weight_version=0 with other parameters"):
         cached(trained, tree)
-    tree.weights = "step 1"
+    tree.weight_version = "step 1"
     assert [cached(trained, tree), cached(trained, tree)] == [0, 32]
     wanted = ask(trained, [prompt], **tree.settings).tokens
     assert ask(trained, [prompt], prefix_cache=tree).tokens == wanted
@@ -609,8 +609,11 @@ def test_batch_after_batch_finds_what_went_before():
         ),
         ({"max_len": 10**7}, "max_len is 10000000, but the model has 512 positions"),
         ({"exact_prefix": "no"}, "exact_prefix must be True or False, got 'no'"),
-        ({"weights": 1.0}, "weights is 1.0; it must be a string, an integer, or a tuple"),
-        ({"weights": ("a", True)}, "weights is True; it must be"),
+        (
+            {"weight_version": 1.0},
+            "weight_version is 1.0; it must be a string, an integer, or a tuple",
+        ),
+        ({"weight_version": ("a", True)}, "weight_version is True; it must be"),
         ({"pages": 0}, "pages must be"),
         ({"prefill_chunk": 0}, "prefill_chunk must be"),
         ({"host_memory": -1}, "host_memory"),
@@ -653,26 +656,26 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     """With the sequences of all tiers and all tenants. Results are equal bit for bit."""
     lm, told = small(), conversations()
     tree = tree_of(lm, POLICIES[name], host_memory=30_000, folder=tmp_path / "pages")
-    tree.weights = ("run", 1)
+    tree.weight_version = ("run", 1)
     for prompt in told[:6]:
         after(lm, [prompt], prefix_cache=tree)
-    after(lm, [told[0]], prefix_cache=tree.of("a"))
+    after(lm, [told[0]], prefix_cache=tree.for_tenant("a"))
     texts = tree.stats().sequences
-    tree.weights = 0
+    tree.weight_version = 0
     after(lm, [told[1]], prefix_cache=tree)
-    tree.weights = ("run", 1)
+    tree.weight_version = ("run", 1)
     tree.save(tmp_path / "tree", lm)
     again = kvjax.PrefixTree.load(tmp_path / "tree", lm, host_memory="1MiB")
-    assert (again.weights, again.settings) == (("run", 1), tree.settings)
+    assert (again.weight_version, again.settings) == (("run", 1), tree.settings)
     assert again.stats().sequences == texts < tree.stats().sequences
     for tenant in (None, "a"):
         for prompt in told:
-            found, hit, tokens = after(lm, [prompt], prefix_cache=again.of(tenant))
-            wanted, other, others = after(lm, [prompt], prefix_cache=tree.of(tenant))
+            found, hit, tokens = after(lm, [prompt], prefix_cache=again.for_tenant(tenant))
+            wanted, other, others = after(lm, [prompt], prefix_cache=tree.for_tenant(tenant))
             assert hit == other and np.array_equal(found, wanted) and tokens == others
     accounted(again)
     # Sequences of other weights are not saved.
-    again.weights = 0
+    again.weight_version = 0
     assert after(lm, [told[1]], prefix_cache=again)[1] == 0
     trained = dataclasses.replace(lm, params=jax.tree.map(lambda x: x + 1, lm.params))
     with pytest.raises(CheckpointError, match=r"sequences of the model .*, but this is"):
@@ -686,7 +689,7 @@ def test_a_tree_is_taken_up_again(name, tmp_path):
     ):
         kvjax.PrefixTree.load(tmp_path / "tree", lm)
     tree.clear()
-    tree.weights = 0
+    tree.weight_version = 0
     tree.save(tmp_path / "empty", lm)
     assert kvjax.PrefixTree.load(tmp_path / "empty", lm).stats().sequences == 0
 
@@ -807,10 +810,10 @@ def test_texts_of_weights_that_are_gone_are_forgotten():
     for step in range(4):
         params = {"w": jnp.full(1, step), "frozen": frozen}
         trained = types.SimpleNamespace(config=lm.config, params=params, mesh=None)
-        tree.weights = np.int64(step)
+        tree.weight_version = np.int64(step)
         asked(tree, trained, [text])
         assert asked(tree, trained, [text]) == [32]
-        assert {key.weights for key in tree.sequences.radix.roots} == {step}
+        assert {key.weight_version for key in tree.sequences.radix.roots} == {step}
         accounted(tree)
         del trained, params
 

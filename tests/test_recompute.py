@@ -258,7 +258,7 @@ def test_a_long_prompt_is_fed_in_parts(monkeypatch, bits):
 @pytest.mark.slow
 def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
     tokens = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (1, 100), np.int32)
-    policy = kvjax.policy(bits=2, prefill="exact", block=BLOCK, group=8)
+    policy = kvjax.policy(bits=2, prefill="exact", block=BLOCK, group_size=8)
 
     def last():
         cache = kvjax.init_cache(MODEL.config, policy, batch=1, max_len=128)
@@ -268,5 +268,5 @@ def test_a_call_that_sees_its_own_tokens_raw_is_not_fed_in_parts(monkeypatch):
     at_once = last()
     monkeypatch.setattr(generation_model, "MAX_CHUNK", 16)
     assert np.array_equal(last(), at_once)
-    policy = kvjax.policy(bits=2, block=BLOCK, group=8)  # which must have been cut
+    policy = kvjax.policy(bits=2, block=BLOCK, group_size=8)  # which must have been cut
     assert not np.array_equal(last(), at_once)

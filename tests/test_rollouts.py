@@ -60,7 +60,7 @@ def test_rows_are_those_of_generate(lm, policy):
     assert found.lengths.tolist() == wanted.lengths.tolist()
     assert lists(found) == [row[:real].tolist() for row, real in
                             zip(wanted.tokens, wanted.lengths, strict=True)]  # fmt: skip
-    assert found.reasons == wanted.stats.stop_reasons and "eos" in found.reasons
+    assert found.finish_reasons == wanted.stats.finish_reasons and "eos" in found.finish_reasons
     np.testing.assert_allclose(found.logprobs, wanted.logprobs.logprobs, atol=1e-6)
     np.testing.assert_allclose(
         found.sampling_logprobs, wanted.logprobs.sampling_logprobs, atol=1e-6

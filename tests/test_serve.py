@@ -240,7 +240,9 @@ def test_beam_search_matches_the_engine(running):
         logprobs = choice["logprobs"]["token_logprobs"]
         assert len(logprobs) > 6
         assert logprobs == [x.logprob for x in result.logprobs or ()][: len(logprobs)]
-        assert choice["finish_reason"] == {"eos": "stop"}.get(result.reason, result.reason)
+        assert choice["finish_reason"] == {"eos": "stop"}.get(
+            result.finish_reason, result.finish_reason
+        )
     assert answer["usage"]["completion_tokens"] == 2 * sum(len(x.tokens) for x in expected)
     body = {"messages": MESSAGE, "max_tokens": 4, "best_of": 2}
     answer = running.post("chat/completions", use_beam_search=True, **body).json()

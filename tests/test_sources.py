@@ -21,9 +21,10 @@ from tests.matrix import some
 
 CONFIG = T5Config(
     model_type="t5", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-    encoder_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
-    layer_norm_epsilon=1e-6, activation="relu", gated=False, tie_word_embeddings=True,
-    scale_outputs=False, buckets=32, max_distance=128,
+    num_encoder_layers=2, num_attention_heads=4, num_key_value_heads=4, head_dim=8,
+    layer_norm_epsilon=1e-6, activation="relu", is_gated_act=False, tie_word_embeddings=True,
+    scale_decoder_outputs=False, relative_attention_num_buckets=32,
+    relative_attention_max_distance=128,
 )  # fmt: skip
 TEXTS = [np.random.default_rng(n).integers(2, 61, size).tolist() for n, size in enumerate((150, 9))]
 NEW = 9
@@ -61,8 +62,8 @@ POLICIES: dict[str, tuple[Any, float]] = {
 def test_the_policy_of_a_source(name: str) -> None:
     """Codecs and places serve it; whatever the layout was, all of it is seen."""
     lm, (policy, tolerance) = t5(), POLICIES[name]
-    raw = of_decoder(lm.reading(TEXTS), TARGET)
-    read = lm.reading(TEXTS, policy)
+    raw = of_decoder(lm.with_encoder_inputs(TEXTS), TARGET)
+    read = lm.with_encoder_inputs(TEXTS, policy)
     assert read.params["source"].length.tolist() == [150, 9]
     found = of_decoder(read, TARGET)
     assert np.max(np.abs(found - raw)) <= tolerance
@@ -80,7 +81,7 @@ def test_a_cache_does_not_change_what_is_written() -> None:
     pieces = [piece.tokens for piece in kvjax.stream(lm, TEXTS, max_new_tokens=NEW)]
     for row in range(2):
         assert [token for piece in pieces for token in piece[row]] == wanted.tokens[row]
-    read = lm.reading(TEXTS)
+    read = lm.with_encoder_inputs(TEXTS)
     more = written(read, wanted.pending_tokens, cache=wanted.cache)
     assert more.tokens == [row[NEW:] for row in written(lm, max_new_tokens=2 * NEW).tokens]
 
@@ -97,7 +98,7 @@ def test_samples_share_a_source() -> None:
 
 @pytest.mark.slow
 def test_scores_and_rollouts_go_by_what_was_read() -> None:
-    lm = t5().reading(TEXTS)
+    lm = t5().with_encoder_inputs(TEXTS)
     wanted = written(lm, [[0]] * 2, logprobs=True, eos_token_ids=())
     told = np.array([[each.logprob for each in row] for row in wanted.logprobs])
     scored = kvjax.score(lm, [[0]] * 2, wanted.tokens)
@@ -136,7 +137,7 @@ def test_a_long_text_is_read_in_pieces() -> None:
     tokens, lengths = lm.encode([text])
     empty = kvjax.init_cache(CONFIG, max_len=1200)
     whole = jax.jit(lm.architecture.read)(lm.params, tokens, lengths, empty)
-    padded = lm.reading([text]).params["source"]  # 1,536 places, three pieces
+    padded = lm.with_encoder_inputs([text]).params["source"]  # 1,536 places, three pieces
     found, wanted = (kvjax.read(x, 0)[0][:, :, :1200] for x in (padded, whole))
     assert np.allclose(found, wanted, atol=1e-5)
 
@@ -166,7 +167,7 @@ def test_what_compiles() -> None:
     written(lm)
     other = [[5, 9, 30] * 60, [7, 8]]
     assert written(lm, other).stats.compilations == 0
-    read = lm.reading(other)
+    read = lm.with_encoder_inputs(other)
     assert kvjax.compile(read, max_len=128, batch=2).programs
     assert written(read, [[0]] * 2, max_len=128).stats.compilations == 0
 
@@ -189,17 +190,20 @@ def test_batches_read_each_their_own() -> None:
 
 def test_what_the_model_says_of_itself() -> None:
     lm = t5()
-    assert repr(lm) == repr(lm.reading(TEXTS))
-    assert lm.start_token == 0
+    assert repr(lm) == repr(lm.with_encoder_inputs(TEXTS))
+    assert lm.decoder_start_token_id == 0
     told = replace(lm, generation=GenerationDefaults(bos_token_id=4))
-    assert told.start_token == 4
-    assert replace(lm, generation=GenerationDefaults(start_token_id=5)).start_token == 5
+    assert told.decoder_start_token_id == 4
+    assert (
+        replace(lm, generation=GenerationDefaults(decoder_start_token_id=5)).decoder_start_token_id
+        == 5
+    )
 
 
 def test_bad_input(tmp_path: Any) -> None:
     lm = t5()
-    read = lm.reading(TEXTS)
-    unread = "encoder has read no text: call lm.reading"
+    read = lm.with_encoder_inputs(TEXTS)
+    unread = "encoder has read no text: call lm.with_encoder_inputs"
     pages = dict(pages=8, max_len=64)
     reader, (tokens, lengths) = lm.architecture.read, lm.encode(TEXTS)
     empty = lambda room: kvjax.init_cache(CONFIG, batch=2, max_len=room)  # noqa: E731
@@ -220,7 +224,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: kvjax.PrefixTree(lm, **pages): "prefix trees and engines identify sequences",
         lambda: kvjax.PrefixTree(read, **pages): "prefix trees and engines identify sequences",
         lambda: written(lm, cache="auto"): "moves layers as a sequence grows",
-        lambda: lm.reading(
+        lambda: lm.with_encoder_inputs(
             TEXTS, kvjax.policy("auto", memory=9999)
         ): "moves layers as a sequence grows",
         lambda: written(lm, limits=InferenceLimits(max_seq_len=100)): "need 150 positions, but max",
@@ -243,7 +247,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: written(lm, [[]]): "prompt 0 is empty",
         lambda: written(lm, [[61]]): "token id 61 is out of range",
         lambda: written(lm, temperature=-1): "temperature",
-        lambda: models.load().reading("a"): "the model has no encoder",
+        lambda: models.load().with_encoder_inputs("a"): "the model has no encoder",
         lambda: kvjax.plan(lm, max_len=64): "models with an encoder can't be planned for",
         lambda: kvjax.compile(lm, max_len=64, device=jax.devices()[0]): unread,
         lambda: t5(replace(CONFIG, dtype="float16")): "float16, but T5's activations",

@@ -45,7 +45,7 @@ def drafts(length):
     return {
         "good": kvjax.DraftModel(unlike(0.05), length, adaptive=False),
         "bad": kvjax.DraftModel(unlike(3.0), length, adaptive=False),
-        "lookup": kvjax.PromptLookup(length, shortest=1, adaptive=False),
+        "lookup": kvjax.PromptLookup(length, min_ngram=1, adaptive=False),
     }
 
 
@@ -81,9 +81,9 @@ def test_the_text_is_what_it_is_without_them(cell, kind):
         found = kvjax.generate(lm, prompts(), draft=draft, **given)
         ties = near_ties(lm, prompts(), found.tokens, wanted.tokens, drawn)
         stats = found.stats.speculation
-        assert stats.proposed > stats.accepted, name
-        assert ties or stats.passes + stats.saved == NEW - 1
-        assert name == "bad" or stats.accepted > (0 if name == "lookup" else 20)
+        assert stats.drafted_tokens > stats.accepted_tokens, name
+        assert ties or stats.passes + stats.saved_passes == NEW - 1
+        assert name == "bad" or stats.accepted_tokens > (0 if name == "lookup" else 20)
         assert np.array_equal(found.cache.length, wanted.cache.length) or ties
         if ties:
             continue
@@ -143,7 +143,7 @@ def test_as_many_are_accepted_as_are_right(kind):
     other = unlike(0.3)
     draft = (
         kvjax.DraftModel(other, length, adaptive=False) if kind == "model"
-        else kvjax.PromptLookup(length, shortest=1, adaptive=False)
+        else kvjax.PromptLookup(length, min_ngram=1, adaptive=False)
     )  # fmt: skip
     given = {"max_new_tokens": NEW, "max_len": 128, "prefill_chunk": 8}
     found = kvjax.generate(lm, [prompt], draft=draft, **given)
@@ -161,7 +161,11 @@ def test_as_many_are_accepted_as_are_right(kind):
         accepted, proposed, passes = accepted + right, proposed + len(guess), passes + 1
         at += right + 1
     stats = found.stats.speculation
-    assert (stats.accepted, stats.proposed, stats.passes) == (accepted, proposed, passes)
+    assert (stats.accepted_tokens, stats.drafted_tokens, stats.passes) == (
+        accepted,
+        proposed,
+        passes,
+    )
     assert 3 < accepted < proposed
 
 
@@ -173,7 +177,7 @@ def test_drafts_rest_where_they_are_worth_nothing():
     wanted = kvjax.generate(lm, [[7, 3, 9]], **given)
     assert found.tokens == wanted.tokens
     # A draft model of the target's size can't save anything.
-    assert found.stats.speculation.proposed == 0 and found.stats.speculation.passes == 89
+    assert found.stats.speculation.drafted_tokens == 0 and found.stats.speculation.passes == 89
 
 
 def test_a_round_is_priced():
@@ -202,8 +206,8 @@ def test_a_round_is_priced():
     [
         ("prompt", "draft is 'prompt'"),
         (Int8(), "draft is Integer"),
-        (lambda: kvjax.PromptLookup(99), "length is 99"),
-        (lambda: kvjax.PromptLookup(shortest=3, longest=2), "longest"),
+        (lambda: kvjax.PromptLookup(99), "num_draft_tokens is 99"),
+        (lambda: kvjax.PromptLookup(min_ngram=3, max_ngram=2), "max_ngram"),
         (
             lambda: small(vocab_size=62),
             "the draft's vocabulary has 62 tokens, but the target model's has 61",
@@ -237,7 +241,7 @@ def test_first_layers():
     draft = kvjax.DraftModel(first, 3, adaptive=False)
     found = kvjax.generate(lm, prompts()[:1], draft=draft, **given)
     assert found.tokens == kvjax.generate(lm, prompts()[:1], **given).tokens
-    assert found.stats.speculation.proposed > 0
+    assert found.stats.speculation.drafted_tokens > 0
     with pytest.raises(ValueError, match=r"layers is 2, and must be less than the model.s 2"):
         first_layers(lm, 2)
 
@@ -269,6 +273,6 @@ def test_lookups_of_the_host_are_those_of_the_device():
     rng = np.random.default_rng(5)
     for _ in range(20):
         text = rng.integers(0, 4, int(rng.integers(1, 40))).tolist()
-        lookups = LookupTable(kvjax.PromptLookup(shortest=1), text[:1])
+        lookups = LookupTable(kvjax.PromptLookup(min_ngram=1), text[:1])
         lookups.push(text[1:])
         assert lookups.propose(7) == looked_up(text, 7)

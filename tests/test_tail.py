@@ -223,15 +223,15 @@ def test_policies_by_name_and_by_layer():
     assert quantized == kvjax.policy("static", bits=4) == kvjax.policy(key_bits=4, value_bits=4)
     mixed = kvjax.policy("sliding_window", window=64, key_bits=8, value_bits=16, recent=2, block=16)
     assert mixed.keys.bits == 8 and mixed.values == Raw() and mixed.recent == 2
-    hybrid = kvjax.policy("hybrid", bits=2, group=32)
+    hybrid = kvjax.policy("hybrid", bits=2, group_size=32)
     assert hybrid.full.keys.bits == hybrid.sliding.values.bits == 2
-    assert hybrid.full.keys.group == 32
+    assert hybrid.full.keys.group_size == 32
     edges = kvjax.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
     config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
     assert [p.keys.bits for p in edges.per_layer(config)] == [4, 2, 2, 4, 4]
     for arguments, message in (
         ({"bits": 5}, "5 bits for keys: choose from 1, 2, 3, 4, 8 and 16"),
-        ({"group": 32}, "group=32 applies to quantized caches only: give bits="),
+        ({"group_size": 32}, "group_size=32 applies to quantized caches only: give bits="),
         ({"name": "quantized", "window": 3}, "'quantized' has no setting 'window'"),
         ({"name": "static", "page_size": 16}, "'static' has no setting 'page_size'"),
     ):

@@ -52,7 +52,7 @@ POLICIES = {
     "int4-int2": kvjax.policy(key_bits=4, value_bits=2),
     "sinks-int2": kvjax.CachePolicy(
         Ring(160, sinks=4, slack=159),
-        Int2(group=32),
+        Int2(group_size=32),
         Int2(zero_point=True),
     ),
     "float8": kvjax.CachePolicy(keys=Float8("e5m2", "channel"), values=Float8()),
@@ -477,7 +477,7 @@ def test_unsupported_codecs_use_another_path(codec, platform):
 @pytest.mark.parametrize(
     ("codec", "platform"),
     [(Flat(), "tpu"), (Flat(), "gpu"), (Int3(), "tpu"), (Int3(), "gpu"),
-     (Int4(group=1), "tpu"), (Int4("head"), "tpu")],
+     (Int4(group_size=1), "tpu"), (Int4("head"), "tpu")],
     ids=str,
 )  # fmt: skip
 def test_kernels_refuse_unsupported_codecs(codec, platform):

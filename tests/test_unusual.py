@@ -128,7 +128,7 @@ def test_truth_and_seconds_of_other_libraries(tiny_llama):
     assert draft.adaptive is False
     assert InferenceLimits(cache_memory_ratio=np.float32(0.5)).cache_memory_ratio == 0.5
     limits = InferenceLimits(max_batch_size=2, max_seq_len=64)
-    engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16, exact=np.True_)
+    engine = kvjax.Engine(tiny_llama, limits=limits, prefill_chunk=16, batch_invariant=np.True_)
     few: dict[str, Any] = {"max_new_tokens": 2}
     request = engine.check("ab", deadline=np.float32(9), priority=jnp.int32(-1), **few)
     assert (request.deadline, request.priority) == (9, -1)

@@ -245,7 +245,7 @@ class Told:
 
     text: str = ""
     tokens: list[int] | None = None
-    reason: str = ""
+    finish_reason: str = ""
     logprobs: Any = None
     refused: str | None = None
     more: dict[str, Any] = field(default_factory=dict)
@@ -270,7 +270,7 @@ def one_sentence(message: str) -> str:
 
 def of_result(found: Any) -> Told:
     scores = None if found.logprobs is None else found.logprobs[0]
-    return Told(found.text[0], found.tokens[0], found.stats.stop_reasons[0], scores)
+    return Told(found.text[0], found.tokens[0], found.stats.finish_reasons[0], scores)
 
 
 class World:
@@ -281,7 +281,7 @@ class World:
         limits = InferenceLimits(max_batch_size=2, max_seq_len=LONGEST)
         paged = kvjax.policy("paged", page_size=16)
         self.engine, served = (
-            kvjax.Engine(lm, paged, limits, prefill_chunk=CHUNK, decode_rounds=4) for _ in range(2)
+            kvjax.Engine(lm, paged, limits, prefill_chunk=CHUNK, decode_steps=4) for _ in range(2)
         )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -342,7 +342,7 @@ class World:
             text += handle.take().text
         assert text + handle.take().text == handle.text
         assert handle.error is None and sum(self.engine.stats().used) == 0
-        return Told(handle.text, list(handle.tokens), str(handle.reason), handle.logprobs)
+        return Told(handle.text, list(handle.tokens), str(handle.finish_reason), handle.logprobs)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -416,7 +416,7 @@ class World:
             assert out.endswith("\n")
             return Told(out[:-1])
         found = json.loads(out)
-        return Told(found["text"], found["tokens"], found["stats"]["stop_reasons"][0])
+        return Told(found["text"], found["tokens"], found["stats"]["finish_reasons"][0])
 
 
 class _Words(io.TextIOWrapper):
@@ -503,7 +503,11 @@ def judge(world: World, asked: Asked, place: tuple[int, int] | None = None) -> N
         others[f"http {stream}"] = world.http(asked, stream)
     if (written := world.command(asked, as_json=len(asked.prompt) % 2 == 0)) is not None:
         others["command"] = written
-    event(f"ended by {told.reason}" if told.refused is None else f"refused: {told.refused[:60]}")
+    event(
+        f"ended by {told.finish_reason}"
+        if told.refused is None
+        else f"refused: {told.refused[:60]}"
+    )
     if told.refused is not None:
         empty = not asked.prompt and not world.lm.tokenizer.encode("")
         assert empty or "max_len" in told.refused or asked.form is not None, told.refused
@@ -515,8 +519,12 @@ def judge(world: World, asked: Asked, place: tuple[int, int] | None = None) -> N
         assert other.text == told.text, (name, told.text, other.text)
         if other.tokens is not None:
             assert other.tokens == told.tokens, (name, told, other)
-        reason = {"eos": "stop"}.get(told.reason, told.reason) if "http" in name else told.reason
-        assert other.reason in ("", reason), (name, told.reason, other.reason)
+        reason = (
+            {"eos": "stop"}.get(told.finish_reason, told.finish_reason)
+            if "http" in name
+            else told.finish_reason
+        )
+        assert other.finish_reason in ("", reason), (name, told.finish_reason, other.finish_reason)
         if told.logprobs is not None and other.logprobs is not None:
             near(told.logprobs, other.logprobs)
     judge_alone(world, asked, told)
@@ -536,19 +544,23 @@ def judge_alone(world: World, asked: Asked, told: Told) -> None:
     least = int(asked.settings.get("min_new_tokens", 0))
     tokens, ends = told.tokens or [], world.lm.generation.eos_token_ids
     assert len(tokens) <= limit and (told.logprobs is None or len(told.logprobs) == len(tokens))
-    assert told.reason in ("eos", "length", "stop")
+    assert told.finish_reason in ("eos", "length", "stop")
     assert len(tokens) >= least and not any(token in ends for token in tokens[:-1])
-    assert (told.reason == "eos") == (bool(tokens) and tokens[-1] in ends)
-    assert told.reason != "length" or len(tokens) == limit
+    assert (told.finish_reason == "eos") == (bool(tokens) and tokens[-1] in ends)
+    assert told.finish_reason != "length" or len(tokens) == limit
     free = world.generate(replace(asked, stop=())) if asked.stop else told
     start = cut(free.text, asked.stop, shown(world, asked, free, least))
     if start is None:
-        assert (told.text, told.tokens, told.reason) == (free.text, free.tokens, free.reason)
+        assert (told.text, told.tokens, told.finish_reason) == (
+            free.text,
+            free.tokens,
+            free.finish_reason,
+        )
     else:
-        assert (told.text, told.reason) == (free.text[:start], "stop")
+        assert (told.text, told.finish_reason) == (free.text[:start], "stop")
         assert tokens == (free.tokens or [])[: len(tokens)]
     if asked.form is not None:
-        asked.form.judge(free.text, free.reason == "eos")
+        asked.form.judge(free.text, free.finish_reason == "eos")
 
 
 def shown(world: World, asked: Asked, free: Told, least: int) -> int:
@@ -583,7 +595,9 @@ def judge_chat(world: World, asked: Asked) -> None:
             assert other.refused is not None, (told, other)
         else:
             assert other.refused is None and other.text == told.text, (told, other)
-            assert other.reason == {"eos": "stop"}.get(told.reason, told.reason)
+            assert other.finish_reason == {"eos": "stop"}.get(
+                told.finish_reason, told.finish_reason
+            )
 
 
 def judge_batch(world: World, some: Sequence[Asked]) -> None:

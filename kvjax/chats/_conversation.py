@@ -219,7 +219,7 @@ class Conversation:
             self.lost = [*prompt.ids, *tokens]
         else:
             text, tokens, stats = result.text[0], result.tokens[0], result.stats
-            reason = stats.stop_reasons[0]
+            reason = stats.finish_reasons[0]
             length, sequence = int(fetch(result.cache.length)[0]), (*prompt.ids, *tokens)
             if length <= len(sequence):
                 self.cached = ChatCache(result.cache, sequence[:length])
@@ -237,7 +237,9 @@ class Conversation:
             recomputed_tokens=min(recomputed, fed),
             new_tokens=len(tokens),
         )
-        self.turns[-1] = replace(self.turns[-1], answer=text, tokens=tuple(tokens), reason=reason)
+        self.turns[-1] = replace(
+            self.turns[-1], answer=text, tokens=tuple(tokens), finish_reason=reason
+        )
         # The template writes the end token of an answer itself.
         said = tokens[:-1] if reason == "eos" else tokens
         length = self.rendering.length(prompt.ids, said, text)

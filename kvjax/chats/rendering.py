@@ -20,8 +20,8 @@ class Turn:
     """A message and its answer.
 
     ``user``, ``answer``: their texts; a partial answer while it is generated. ``tokens``: the
-    answer's, as they were sampled. ``reason``: why it ended, as in
-    ``GenerationStats.stop_reasons``; ``"stopped"`` if it was stopped early or by an error; None
+    answer's, as they were sampled. ``finish_reason``: why it ended, as in
+    ``GenerationStats.finish_reasons``; ``"stopped"`` if it was stopped early or by an error; None
     while it is generated. ``attempt``: earlier answers to the same message, which change the seed.
     ``first``: the first turn that the model saw with it, if older ones were dropped.
     """
@@ -29,7 +29,7 @@ class Turn:
     user: str
     answer: str = ""
     tokens: tuple[int, ...] = ()
-    reason: str | None = None
+    finish_reason: str | None = None
     attempt: int = 0
     first: int = 0
 

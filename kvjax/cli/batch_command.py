@@ -278,7 +278,7 @@ class BatchRun:
             "id": name,
             "text": handle.text,
             "tokens": handle.tokens,
-            "reason": handle.reason,
+            "finish_reason": handle.finish_reason,
             "usage": {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens},
         }
         if handle.logprobs is not None:

@@ -249,7 +249,7 @@ class ChatLoop:
             raise
         typer.echo()
         stats = answer.result.stats
-        if stats.stop_reasons[0] == "length":
+        if stats.finish_reasons[0] == "length":
             _note("(cut off by --max-new-tokens, or because the chat is full)")
         if stats.beyond_context and not self._warned:
             self._warned = True

@@ -105,7 +105,7 @@ class Quantization:
             "bits": self.kv_bits,
             "key_bits": self.key_bits,
             "value_bits": self.value_bits,
-            "group": self.group_size,
+            "group_size": self.group_size,
         }
 
 

@@ -81,10 +81,10 @@ def stats_line(stats: GenerationStats) -> str:
     if moves:
         parts.append(f"{moves} layer{'s' if moves > 1 else ''} moved")
     if speculation is not None:
-        passes = speculation.passes + speculation.saved
+        passes = speculation.passes + speculation.saved_passes
         parts.append(
-            f"{speculation.accepted} of {speculation.proposed} drafted tokens accepted, "
-            f"{speculation.saved} of {passes} passes saved"
+            f"{speculation.accepted_tokens} of {speculation.drafted_tokens} drafted tokens "
+            f"accepted, {speculation.saved_passes} of {passes} passes saved"
         )
     return " · ".join(parts)
 

@@ -34,12 +34,12 @@ class Float8(ScaledCodec):
     its own scales.
 
     ``kind``: ``"e4m3"`` (relative error up to 1/16) or ``"e5m2"`` (up to 1/8, with a wider range).
-    ``per``, ``group``: see ``Groups``. ``scales``, ``dtype``: as in ``Integer``.
+    ``per``, ``group_size``: see ``Groups``. ``scales``, ``dtype``: as in ``Integer``.
     """
 
     kind: str = "e4m3"
     per: str = "token"
-    group: int | None = None
+    group_size: int | None = None
     scales: Raw | None = None
     dtype: str | None = None
 

@@ -47,16 +47,16 @@ class Integer(ScaledCodec):
     one bit, the two values are the group's mean plus and minus its mean absolute deviation.
 
     ``bits``: 1, 2, 3, 4 or 8. ``per``: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``.
-    ``group``: numbers per scale, along the channels of a token or the tokens of a channel; None is
-    as many as possible, up to 64. See ``Groups``. ``zero_point``: whether groups have a zero point.
-    ``scales``: the codec of scales and zero points, a 16-bit ``Raw``; None is float16 if the model
-    computes in float16, otherwise bfloat16, which has the range of float32. ``dtype``: the dtype
-    that ``decode`` returns; None is the model's.
+    ``group_size``: numbers per scale, along the channels of a token or the tokens of a channel;
+    None is as many as possible, up to 64. See ``Groups``. ``zero_point``: whether groups have a
+    zero point. ``scales``: the codec of scales and zero points, a 16-bit ``Raw``; None is float16
+    if the model computes in float16, otherwise bfloat16, which has the range of float32. ``dtype``:
+    the dtype that ``decode`` returns; None is the model's.
     """
 
     bits: int
     per: str = "token"
-    group: int | None = None
+    group_size: int | None = None
     zero_point: bool = False
     scales: Raw | None = None
     dtype: str | None = None
@@ -148,12 +148,12 @@ class Integer(ScaledCodec):
 def _with_bits(bits: int) -> Callable[..., Integer]:
     def codec(
         per: str = "token",
-        group: int | None = None,
+        group_size: int | None = None,
         *,
         zero_point: bool = False,
         scales: Raw | None = None,
     ) -> Integer:
-        return Integer(bits, per, group, zero_point, scales)
+        return Integer(bits, per, group_size, zero_point, scales)
 
     codec.__name__ = codec.__qualname__ = f"Int{bits}"
     codec.__doc__ = f"``Integer`` with {bits} bits per number."
@@ -161,15 +161,15 @@ def _with_bits(bits: int) -> Callable[..., Integer]:
 
 
 Int8 = _with_bits(8)
-"""``Int8(per="token", group=None, ...)``: `Integer` with 8 bits."""
+"""``Int8(per="token", group_size=None, ...)``: `Integer` with 8 bits."""
 Int4 = _with_bits(4)
-"""``Int4(per="token", group=None, ...)``: `Integer` with 4 bits."""
+"""``Int4(per="token", group_size=None, ...)``: `Integer` with 4 bits."""
 Int3 = _with_bits(3)
-"""``Int3(per="token", group=None, ...)``: `Integer` with 3 bits."""
+"""``Int3(per="token", group_size=None, ...)``: `Integer` with 3 bits."""
 Int2 = _with_bits(2)
-"""``Int2(per="token", group=None, ...)``: `Integer` with 2 bits."""
+"""``Int2(per="token", group_size=None, ...)``: `Integer` with 2 bits."""
 Int1 = _with_bits(1)
-"""``Int1(per="token", group=None, ...)``: `Integer` with 1 bit."""
+"""``Int1(per="token", group_size=None, ...)``: `Integer` with 1 bit."""
 
 
 def pack(codes: Array, bits: int) -> Array:

@@ -88,7 +88,7 @@ def _quantize(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized
 
 
 def quantized_codec(
-    bits: int | None, kind: str, *, group: int | None = None, dtype: str | None = None
+    bits: int | None, kind: str, *, group_size: int | None = None, dtype: str | None = None
 ) -> Codec:
     """The codec that ``policy`` uses for a number of bits: one of the best simple codecs in our
     measurements (docs/quantization.md).
@@ -99,7 +99,7 @@ def quantized_codec(
     Args:
       bits: 1, 2, 3, 4 or 8; None and 16 do not quantize.
       kind: ``"keys"`` or ``"values"``.
-      group: numbers per scale.
+      group_size: numbers per scale.
       dtype: the dtype to decode to; by default the model's.
 
     Raises:
@@ -111,6 +111,6 @@ def quantized_codec(
         choices = ", ".join(map(str, BITS))
         raise ValueError(f"{bits!r} bits for {kind}: choose from {choices} and 16")
     if bits == 8:
-        return Integer(8, "token", group, dtype=dtype)
+        return Integer(8, "token", group_size, dtype=dtype)
     per = "channel" if kind == "keys" else "token"
-    return Integer(bits, per, group, zero_point=True, dtype=dtype)
+    return Integer(bits, per, group_size, zero_point=True, dtype=dtype)

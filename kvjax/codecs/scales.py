@@ -33,10 +33,10 @@ class Groups:
         if self.per not in PER:
             raise ValueError(f"per={self.per!r}: choose from {', '.join(PER)}")
         if self.size is not None:
-            object.__setattr__(self, "size", as_int("group", self.size, 1))
+            object.__setattr__(self, "size", as_int("group_size", self.size, 1))
             if self.per in ("head", "tensor"):
                 raise ValueError(
-                    f"group={self.size}: scales per {self.per} have no groups, omit it"
+                    f"group_size={self.size}: scales per {self.per} have no groups, omit it"
                 )
 
     def sizes(self, block: int, head_dim: int) -> tuple[int, int]:
@@ -92,21 +92,21 @@ class ScaledCodec(Codec):
     have the fields, and decode a store to float32."""
 
     per: str
-    group: int | None
+    group_size: int | None
     scales: Raw | None
     dtype: str | None
 
     blockwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "group", Groups(self.per, self.group).size)
+        object.__setattr__(self, "group_size", Groups(self.per, self.group_size).size)
         if self.scales is not None and self.scales.dtype not in (None, "float16", "bfloat16"):
             raise ValueError(f"scales are float16 or bfloat16, not {self.scales.dtype}")
 
     @property
     def groups(self) -> Groups:
         """Which numbers share a scale."""
-        return Groups(self.per, self.group)
+        return Groups(self.per, self.group_size)
 
     @property
     def scale_codec(self) -> Raw:

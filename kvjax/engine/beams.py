@@ -44,7 +44,7 @@ class BeamResult:
       tokens: its new tokens.
       score: the sum of its log-probabilities, normalized by the length penalty.
       logprobs: log-probabilities of its tokens, if requested.
-      reason: ``"eos"`` or ``"length"``.
+      finish_reason: ``"eos"`` or ``"length"``.
       guide: the request's guide after these tokens, if it has one.
       starts: for each token, the number of characters of ``text`` before it.
     """
@@ -53,7 +53,7 @@ class BeamResult:
     tokens: list[int]
     score: float
     logprobs: list[TokenScore] | None
-    reason: str
+    finish_reason: str
     guide: Guide | None
     starts: list[int]
 
@@ -132,7 +132,7 @@ class BeamSearchState:
             guide: Any = request.guide and request.guide.copy()  # type: ignore[attr-defined]
             if guide is not None:
                 accept_all(guide, tokens, self._mask_words)
-            reason, starts = str(text.reason), text.starts()
+            reason, starts = str(text.finish_reason), text.starts()
             results.append(BeamResult(text.text, tokens, score, logprobs, reason, guide, starts))
         return results
 

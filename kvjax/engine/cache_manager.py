@@ -24,14 +24,14 @@ class CacheManager:
     """Gives pages to sequences, and keeps cached prefixes in the rest of the pools.
 
     ``host_bytes``: host memory for swapped requests and evicted prefixes; ``sharing``: whether
-    requests share prefixes; ``swapped_bytes``: bytes of swapped requests; ``weights``: number of
-    the current parameters, a part of the prefix cache's keys.
+    requests share prefixes; ``swapped_bytes``: bytes of swapped requests; ``weight_version``:
+    number of the current parameters, a part of the prefix cache's keys.
     """
 
     def __init__(self, runner: ModelRunner, host_bytes: int, sharing: bool) -> None:
         self._runner, self._tables, self._prefixes = runner, runner.page_tables, runner.prefixes
         self._pool_config, self._host_bytes, self._sharing = runner.pool_config, host_bytes, sharing
-        self.swapped_bytes = self.weights = 0
+        self.swapped_bytes = self.weight_version = 0
         self._transfers: list[Transfer] = []
 
     def ensure_free(self, pages: list[int]) -> bool:
@@ -117,7 +117,7 @@ class CacheManager:
 
     def cache_prefix(self, seq: RunningSequence) -> None:
         """Add the computed part of a sequence's prompt to the prefix cache."""
-        if not self._sharing or seq.namespace.weights != self.weights:
+        if not self._sharing or seq.namespace.weight_version != self.weight_version:
             return
         namespace, prompt, length = seq.namespace, seq.prompt, seq.length
         if length in seq.checkpoints:
@@ -197,8 +197,8 @@ class CacheManager:
     def set_params(self, params: PyTree) -> None:
         """Use new parameters from now on; prefixes of the old ones are no longer shared."""
         self._runner.params = params
-        self._prefixes.forget_weights(self.weights)
-        self.weights += 1
+        self._prefixes.forget_weights(self.weight_version)
+        self.weight_version += 1
 
     def _add_swapped_bytes(self, nbytes: int) -> None:
         self.swapped_bytes += nbytes

@@ -86,7 +86,7 @@ class DraftState:
 
     def __init__(self, plan: DraftPlan, tokens: Sequence[int]) -> None:
         draft = plan.draft
-        self._max_tokens, self._cost = draft.length or MAX_DRAFT_TOKENS, plan.cost
+        self._max_tokens, self._cost = draft.num_draft_tokens or MAX_DRAFT_TOKENS, plan.cost
         self._acceptance = Acceptance.new(1)
         self._lookup = LookupTable(draft, tokens) if isinstance(draft, PromptLookup) else None
         self.by_model = self._lookup is None
@@ -152,14 +152,14 @@ class LookupTable:
     def push(self, tokens: Sequence[int]) -> None:
         """Append new tokens of the request."""
         for token in tokens:
-            for count in range(self._draft.shortest, self._draft.longest + 1):
+            for count in range(self._draft.min_ngram, self._draft.max_ngram + 1):
                 if count <= len(self._text):
                     self._ends[tuple(self._text[-count:])] = len(self._text)
             self._text.append(token)
 
     def propose(self, limit: int) -> list[int]:
         """``limit`` tokens; none if no n-gram at the end of the text occurred before."""
-        for count in range(self._draft.longest, self._draft.shortest - 1, -1):
+        for count in range(self._draft.max_ngram, self._draft.min_ngram - 1, -1):
             end = self._ends.get(tuple(self._text[-count:])) if count <= len(self._text) else None
             if end is not None:
                 followed = self._text[end:]

@@ -41,15 +41,15 @@ class Engine:
 
         engine = kvjax.Engine(lm, limits=kvjax.memory.InferenceLimits(max_batch_size=16))
         for handle in engine.run(["The json module", "An iterator"], max_new_tokens=32):
-            print(handle.text, handle.reason)
+            print(handle.text, handle.finish_reason)
 
     ``submit`` adds a request at any time. Each ``step`` dispatches programs for all of them, and
     collects the output of earlier steps. Requests are scheduled by ``priority``, then in order.
 
     A request's result does not depend on the other requests: its random numbers depend on its seed
-    and its tokens' indices alone. With ``exact`` its logits are also bitwise the same as if it ran
-    alone, whether or not it shares a prefix or is preempted. The exception is a request with
-    drafts, whose logits may differ in their last bits.
+    and its tokens' indices alone. With ``batch_invariant`` its logits are also bitwise the same as
+    if it ran alone, whether or not it shares a prefix or is preempted. The exception is a request
+    with drafts, whose logits may differ in their last bits.
 
     When pages run out, cached prefixes are evicted first. Then the last request in order is
     preempted: the one with the highest ``priority``, and among these the newest. Its state is
@@ -73,18 +73,18 @@ class Engine:
         pools hold all rows at full length, or nine tenths of the device memory that the weights
         leave.
       prefill_chunk: maximum number of prompt tokens that are computed together.
-      step_tokens: maximum number of tokens in a step, including padding; by default
+      max_num_batched_tokens: maximum number of tokens in a step, including padding; by default
         ``prefill_chunk`` plus one for each row.
-      decode_rounds: maximum number of tokens that a row decodes in one dispatch. Stop strings and
+      decode_steps: maximum number of tokens that a row decodes in one dispatch. Stop strings and
         new requests take effect after it.
-      exact: see above. Without it, few rows decode in smaller batches, CPUs read most of a full
-        pool in place, and shared prefixes are not rounded down to whole chunks.
+      batch_invariant: see above. Without it, few rows decode in smaller batches, CPUs read most of
+        a full pool in place, and shared prefixes are not rounded down to whole chunks.
       prefix_cache: whether requests share prefixes.
       checkpoint_every: as for ``PrefixTree``.
       host_memory: bytes, or text, for preempted requests and evicted prefixes.
       draft: the default draft of requests, as for ``generate``. A draft model has its own rows and
-        pages, and ``update`` does not change its parameters. Requests draft only when all decoding
-        rows do, and only if it saves time.
+        pages, and ``update_params`` does not change its parameters. Requests draft only when all
+        decoding rows do, and only if it saves time.
       rotary_len: as for ``init_cache``.
 
     Raises:
@@ -102,9 +102,9 @@ class Engine:
         pages: int | None = None,
         memory: int | str | None = None,
         prefill_chunk: int = 256,
-        step_tokens: int | None = None,
-        decode_rounds: int = 8,
-        exact: bool = True,
+        max_num_batched_tokens: int | None = None,
+        decode_steps: int = 8,
+        batch_invariant: bool = True,
         prefix_cache: bool = True,
         checkpoint_every: int = 16,
         host_memory: int | str = "1GiB",
@@ -114,8 +114,8 @@ class Engine:
         check_model(lm)
         limits = InferenceLimits() if limits is None else limits
         rows = limits.max_batch_size or DEFAULT_ROWS
-        rounds = as_int("decode_rounds", decode_rounds, 1)
-        exact = as_bool("exact", exact)
+        rounds = as_int("decode_steps", decode_steps, 1)
+        exact = as_bool("batch_invariant", batch_invariant)
         prefix_cache = as_bool("prefix_cache", prefix_cache)
         engine_draft = resolve_draft(lm, draft)
         max_length = max_sequence_length(lm, limits)
@@ -134,7 +134,11 @@ class Engine:
             rotary_len,
         )
         default = prefill_chunk + rows
-        tokens = default if step_tokens is None else as_int("step_tokens", step_tokens, default)
+        tokens = (
+            default
+            if max_num_batched_tokens is None
+            else as_int("max_num_batched_tokens", max_num_batched_tokens, default)
+        )
         host_bytes = in_bytes("host_memory", host_memory)
         self._prefixes = CachedSequences(self.pool_config, (host_bytes, 0, None))
         self._runner = runner = ModelRunner(
@@ -317,7 +321,7 @@ class Engine:
         """
         return handle.pieces(self.step, self.stepping)
 
-    def update(self, params: PyTree) -> None:
+    def update_params(self, params: PyTree) -> None:
         """Replace the model's parameters from the next step on, from any thread. Running requests
         continue with the new parameters and their old keys and values; cached prefixes of the old
         parameters are not shared any more.

@@ -130,7 +130,7 @@ class Handle:
         self.beams = None if request.search is None else BeamSearchState(request, tokenizer)
 
     def __repr__(self) -> str:
-        state, limit = self.reason or "not done", self.request.max_new_tokens
+        state, limit = self.finish_reason or "not done", self.request.max_new_tokens
         return f"Handle({self.number}, {len(self.tokens)} of {limit} tokens, {state})"
 
     @property
@@ -141,13 +141,13 @@ class Handle:
     @property
     def done(self) -> bool:
         """Whether it has ended."""
-        return self._text.reason is not None
+        return self._text.finish_reason is not None
 
     @property
-    def reason(self) -> str | None:
+    def finish_reason(self) -> str | None:
         """Why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"``, ``"deadline"`` or
         ``"error"``; None before that."""
-        return self._text.reason
+        return self._text.finish_reason
 
     @property
     def tokens(self) -> list[int]:

@@ -218,7 +218,7 @@ def _apply_beam(
     if not beams.add_candidates(output.scores, place, beam):
         return 1, None
     handle.add_beam_results()
-    return 1, handle.beam_results[0].reason if handle.beam_results else "error"
+    return 1, handle.beam_results[0].finish_reason if handle.beam_results else "error"
 
 
 def _set_non_finite(handle: Handle, count: int) -> str:

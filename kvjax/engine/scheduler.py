@@ -129,7 +129,7 @@ class Scheduler:
             return None
         row, *beam_rows = free[: handle.rows]
         rows = 1 if self._runner.exact else None
-        namespace = Namespace(handle.request.tenant, self._cache_manager.weights, rows)
+        namespace = Namespace(handle.request.tenant, self._cache_manager.weight_version, rows)
         seq = RunningSequence(handle, row, namespace, beam_rows=tuple(beam_rows))
         admit = self._cache_manager.admit if handle.swapped is None else self._cache_manager.swap_in
         if not admit(seq, self.running):

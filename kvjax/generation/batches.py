@@ -46,7 +46,7 @@ def generate_batches(
     batches: Iterable[Prompts | Batch],
     *,
     placement: Device | None = None,
-    park: Device | None = None,
+    offload: Device | None = None,
     **settings: Unpack[GenerateKeywords],
 ) -> Iterator[GenerationResult]:
     """Continue batch after batch of prompts, each as ``generate`` does.
@@ -62,8 +62,8 @@ def generate_batches(
         donated. ``prefetch_steps`` batches are taken from the iterator before they run. To continue
         the cache of an earlier result sooner, set ``prefetch_steps`` to 0.
       placement: where given caches are moved before their batch runs. ``Device()`` moves caches
-        back that ``park`` moved to the host. By default they are not moved.
-      park: where the caches of results are moved. ``Host()`` frees device memory for the next
+        back that ``offload`` moved to the host. By default they are not moved.
+      offload: where the caches of results are moved. ``Host()`` frees device memory for the next
         batch. By default they are not moved.
       settings: the other arguments of ``generate``, the same for all batches, and
         ``limits.prefetch_steps``.
@@ -84,7 +84,7 @@ def generate_batches(
         raise ValueError(
             f"batches must be an iterable of batches, got {short_repr(batches)}"
         ) from None
-    for place in (placement, park):
+    for place in (placement, offload):
         if place is not None:
             check_placement(place)
     options = GenerationOptions(**settings)
@@ -92,7 +92,7 @@ def generate_batches(
     ahead = 1 if options.limits is None else options.limits.prefetch_steps
     if jax.process_count() > 1:
         ahead = 0  # the threads of different processes could run collectives in different orders
-    return _Run(lm, options, placement, park, ahead).results(iterator)
+    return _Run(lm, options, placement, offload, ahead).results(iterator)
 
 
 _Prepared = Future[tuple[GenerationRequest, list[PromptChunk] | None]]
@@ -106,7 +106,7 @@ class _Run:
     lm: LanguageModel
     options: GenerationOptions
     placement: Device | None
-    park: Device | None
+    offload: Device | None
     ahead: int
 
     def results(self, batches: Iterator[Prompts | Batch]) -> Iterator[GenerationResult]:
@@ -181,9 +181,9 @@ class _Run:
             cache = cache if self.placement is None else migrate(cache, self.placement)
             request = replace(request, cache=cache)
         result = run_generation(self.lm, request, chunks=chunks)
-        if self.park is None or result.cache is None:
+        if self.offload is None or result.cache is None:
             return result
-        cache = migrate(result.cache, self.park)
+        cache = migrate(result.cache, self.offload)
         return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))
 
 

@@ -87,10 +87,10 @@ def encoder_inputs(
     refuse_auto(options.cache)
     if isinstance(options.cache, KVCache):
         raise ValueError(
-            "a cache was given, but the model's encoder has read no text: call lm.reading(texts) "
-            "first"
+            "a cache was given, but the model's encoder has read no text: call "
+            "lm.with_encoder_inputs(texts) first"
         )
-    check_token_ids(lm.config, [lm.start_token], "the start token")
+    check_token_ids(lm.config, [lm.decoder_start_token_id], "the start token")
     return tokenize_prompts(lm, prompts, [])
 
 

@@ -89,7 +89,7 @@ class RowText:
 
     Attributes:
       tokens, text: all new tokens and their text.
-      reason: why the row has ended; None while it runs.
+      finish_reason: why the row has ended; None while it runs.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class RowText:
         """
         self.tokens: list[int] = []
         self.text = ""
-        self.reason: str | None = None
+        self.finish_reason: str | None = None
         self._stops, self._least, self._uncounted = stops, least, 0
         self._stream: TokenDecoder | None = None
         if tokenizer is not None:
@@ -129,7 +129,7 @@ class RowText:
 
     def push(self, token: int) -> None:
         """Append a token, unless the row has ended."""
-        if self.reason is None:
+        if self.finish_reason is None:
             self._held_before.append(getattr(self._stream, "held", ""))
             self.tokens.append(token)
             text = "" if self._stream is None else self._stream.push(token)
@@ -138,18 +138,18 @@ class RowText:
 
     def finish(self, reason: str) -> None:
         """End the row for ``reason``, unless it has ended."""
-        if self.reason is None:
+        if self.finish_reason is None:
             self._extend("" if self._stream is None else self._stream.finish())
-        if self.reason is None:
-            self.reason = reason
+        if self.finish_reason is None:
+            self.finish_reason = reason
 
     def cut(self) -> None:
         """End the row after the last ``take``, unless it has ended."""
-        if self.reason is None:
+        if self.finish_reason is None:
             characters, tokens = self._taken
             self.text = self.text[:characters]
             del self.tokens[tokens:]
-            self.reason = "stopped"
+            self.finish_reason = "stopped"
 
     def starts(self, first: int = 0) -> list[int]:
         """Where in ``text`` each token from ``first`` on starts, as far as this is known. Tokens
@@ -164,12 +164,12 @@ class RowText:
     @property
     def pending(self) -> int:
         """Tokens that a stop string may still remove."""
-        return len(self.tokens) - self._taken[1] if self.reason is None else 0
+        return len(self.tokens) - self._taken[1] if self.finish_reason is None else 0
 
     def take(self) -> tuple[str, list[int]]:
         """The text and tokens that have become final since the last call."""
         characters, tokens = len(self.text), len(self.tokens)
-        if self.reason is None:
+        if self.finish_reason is None:
             characters -= self._withheld()
             tokens = bisect_right(self._ends, characters)
         (old_characters, old_tokens), self._taken = self._taken, (characters, tokens)
@@ -195,7 +195,7 @@ class RowText:
             end = min(matches)[1]
             self.text = self.text[:end]
             del self.tokens[max(bisect_right(self._ends, end), self._least) :]
-            self.reason = "stop"
+            self.finish_reason = "stop"
 
     def _withheld(self) -> int:
         """Characters at the end of the text that may be the beginning of a stop string."""

@@ -18,7 +18,7 @@ from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
 SOURCE = "source"
 """The key of the encoder's cache among the parameters."""
-NOT_ENCODED = "this model's encoder has read no text: call lm.reading(texts) first"
+NOT_ENCODED = "this model's encoder has read no text: call lm.with_encoder_inputs(texts) first"
 
 
 def has_encoded(lm: Any) -> bool:

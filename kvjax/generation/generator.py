@@ -107,7 +107,7 @@ def _best(result: GenerationResult, request: GenerationRequest, padding: int) ->
         logprobs=None if request.logprobs is None else select(result.logprobs),
         sequence_scores=select(means),
         guides=result.guides and tuple(select(result.guides)),
-        stats=replace(result.stats, stop_reasons=tuple(select(result.stats.stop_reasons))),
+        stats=replace(result.stats, finish_reasons=tuple(select(result.stats.finish_reasons))),
     )
     if request.padded:
         return pad_result(result, request.max_new_tokens, padding, request.logprobs)
@@ -171,9 +171,9 @@ def generate(
       num_beam_groups, diversity_penalty: divide beams into groups. A group pays the penalty for
         each token that a beam of an earlier group chose in the same step, after the other penalties
         (Vijayakumar et al., "Diverse Beam Search", arXiv:1610.02424).
-      prefix_cache: a ``PrefixTree``, or ``tree.of(tenant)``. Prompt tokens that it has cached are
-        not computed again, and it caches the new ones. It has its own policy. Threads that share
-        one take turns.
+      prefix_cache: a ``PrefixTree``, or ``tree.for_tenant(tenant)``. Prompt tokens that it has
+        cached are not computed again, and it caches the new ones. It has its own policy. Threads
+        that share one take turns.
       logprobs: report log-probabilities of each new token (``result.logprobs``): under the model's
         distribution, before bias, filters and temperature; under the filtered distribution that it
         was drawn from; and of this many of the most likely tokens, 0 to 20. True is 0.

@@ -37,7 +37,7 @@ def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> N
     if isinstance(own, dict) and SOURCE in own and SOURCE not in params:
         raise ValueError(
             "the encoder has read its texts with other parameters: set the new ones first, then "
-            "call lm.reading(texts) again"
+            "call lm.with_encoder_inputs(texts) again"
         )
     theirs, ours = _named(params), _named(own)
     for name in ours.keys() - theirs.keys():
@@ -158,7 +158,7 @@ class LanguageModel:
         if has_encoded(self):
             raise ValueError(
                 "the encoder's cache can't be moved: move the model first, then call "
-                "lm.reading(texts)"
+                "lm.with_encoder_inputs(texts)"
             )
         params = jax.tree.map(put_on_mesh, self.params, self.architecture.param_shardings(mesh))
         return replace(self, params=params, mesh=mesh)
@@ -198,7 +198,7 @@ class LanguageModel:
         write(self.params, Path(self.source), expand_user(folder))
 
     @without_mesh_context
-    def reading(
+    def with_encoder_inputs(
         self,
         texts: str | Sequence[str] | Sequence[Sequence[int]],
         cache: PolicyChoice = "static",
@@ -265,7 +265,7 @@ class LanguageModel:
     ) -> tuple[Int[Array, "batch width"], Int[Array, " batch"]]:
         """Padded tokens and lengths, on the devices of the parameters."""
         lengths = np.array([len(row) for row in ids], np.int32)
-        tokens = np.full((len(ids), width), self.padding, np.int32)
+        tokens = np.full((len(ids), width), self.pad_token_id, np.int32)
         for number, row in enumerate(ids):
             tokens[number, : len(row)] = row
         arrays = jnp.asarray(tokens), jnp.asarray(lengths)
@@ -284,7 +284,7 @@ class LanguageModel:
         return ids
 
     @property
-    def padding(self) -> int:
+    def pad_token_id(self) -> int:
         """The token that pads rows. It has no effect on results."""
         pad = self.generation.pad_token_id
         if pad is None:
@@ -292,11 +292,11 @@ class LanguageModel:
         return pad if pad is not None and pad < self.config.vocab_size else 0
 
     @property
-    def start_token(self) -> int:
-        """The first token of an encoder-decoder model's decoder: ``start_token_id`` of the
+    def decoder_start_token_id(self) -> int:
+        """The first token of an encoder-decoder model's decoder: ``decoder_start_token_id`` of the
         checkpoint, or its BOS token, or padding."""
-        candidates = self.generation.start_token_id, self.generation.bos_token_id
-        return next((token for token in candidates if token is not None), self.padding)
+        candidates = self.generation.decoder_start_token_id, self.generation.bos_token_id
+        return next((token for token in candidates if token is not None), self.pad_token_id)
 
     def check_ids(self, ids: Iterable[int]) -> None:
         """Check that token ids are in the model's vocabulary.

@@ -28,7 +28,7 @@ from kvjax.policies.model_config import (
 @dataclass(frozen=True)
 class GenerationDefaults:
     """The values of a checkpoint's ``generation_config.json``; None if it does not give one.
-    ``start_token_id`` is the first token of the decoder of an encoder-decoder model."""
+    ``decoder_start_token_id`` is the first token of the decoder of an encoder-decoder model."""
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
@@ -39,7 +39,7 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    start_token_id: int | None = None
+    decoder_start_token_id: int | None = None
 
 
 class Model(Protocol):

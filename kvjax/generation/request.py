@@ -181,7 +181,7 @@ def prepare_request(
     if encoder_tokens is None:
         rows = tokenize_prompts(lm, prompts, cache_lengths)
     else:
-        rows = [[lm.start_token]] * len(encoder_tokens)
+        rows = [[lm.decoder_start_token_id]] * len(encoder_tokens)
     count = len(rows)
     samples, search = resolve_search(options)
     random = search is None or search.beams is None

@@ -22,16 +22,16 @@ class Speculation:
     """Statistics of speculative decoding.
 
     Attributes:
-      proposed: drafted tokens.
-      accepted: drafted tokens that the model accepted.
+      drafted_tokens: drafted tokens.
+      accepted_tokens: drafted tokens that the model accepted.
       passes: passes of the model after the prompts.
-      saved: how many more passes the longest row would have taken without drafts.
+      saved_passes: how many more passes the longest row would have taken without drafts.
     """
 
-    proposed: int
-    accepted: int
+    drafted_tokens: int
+    accepted_tokens: int
     passes: int
-    saved: int
+    saved_passes: int
 
 
 def speculation_stats(acceptance: Acceptance, count: np.ndarray, rows: int) -> Speculation:
@@ -56,8 +56,8 @@ class GenerationStats:
         tokens that were dropped for a stop string; 0.0 if there were none.
       cache_bytes: bytes of the cache, by placement; empty without a cache.
       compilations: programs compiled, or read from the persistent compilation cache.
-      stop_reasons: for each row ``"eos"``, ``"stop"``, ``"length"``, or ``"stopped"`` for a stopped
-        stream; None while the row runs.
+      finish_reasons: for each row ``"eos"``, ``"stop"``, ``"length"``, or ``"stopped"`` for a
+        stopped stream; None while the row runs.
       beyond_context: tokens of the longest row, including tokens in a given cache, beyond the
         length that the model was trained for. A ring whose window is shorter than that has none.
       moves: layers that ``policy("auto")`` moved, in order.
@@ -73,7 +73,7 @@ class GenerationStats:
     decode_tokens_per_second: float
     cache_bytes: dict[str, int]
     compilations: int
-    stop_reasons: tuple[str | None, ...]
+    finish_reasons: tuple[str | None, ...]
     beyond_context: int = 0
     moves: tuple[Move, ...] = ()
     cached_tokens: int = 0

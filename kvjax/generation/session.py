@@ -94,7 +94,9 @@ class Session:
         """Create the context that prompts are appended to, or use the given one."""
         request, vocab = self._request, self._lm.config.vocab_size
         if request.encoder_tokens is not None:
-            self._lm = self._lm.reading(request.encoder_tokens, request.policy or "static")
+            self._lm = self._lm.with_encoder_inputs(
+                request.encoder_tokens, request.policy or "static"
+            )
         context = self._new_context() if context is None else context
         self.context = commit_like(context, self._lm.params)
         self.logits = self.put(np.zeros((self._rows, vocab), np.float32))

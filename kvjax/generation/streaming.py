@@ -185,7 +185,7 @@ class Stream(PieceIterator):
         # host sees stop strings, so with stop strings only one dispatch is in flight.
         one_by_one = session.max_steps is not None
         depth = 1 if request.stop or one_by_one else 2
-        while any(row.reason is None for row in self._rows):
+        while any(row.finish_reason is None for row in self._rows):
             yield self._piece()
             if self._stopping:
                 self._cut(in_flight)
@@ -199,7 +199,7 @@ class Stream(PieceIterator):
                     # A layer that has moved to the host has a tail, which limits rewinding.
                     steps = min(steps, self._rewindable_steps())
                     dispatched += steps
-                    halt = np.array([row.reason is not None for row in self._rows])
+                    halt = np.array([row.finish_reason is not None for row in self._rows])
                     in_flight.append(session.decode(np.int32(steps), halt))
                 self._collect(in_flight.popleft())
             if one_by_one:
@@ -255,7 +255,7 @@ class Stream(PieceIterator):
 
     def _min_count(self) -> int:
         """The fewest new tokens of an unfinished row."""
-        unfinished = [row.reason is None for row in self._rows]
+        unfinished = [row.finish_reason is None for row in self._rows]
         return int(self._counts[unfinished].min(initial=self._request.max_new_tokens))
 
     def _finish(self, reason: str) -> None:
@@ -283,7 +283,7 @@ class Stream(PieceIterator):
                 row.push(token)
             if self._request.logprobs is not None:
                 self._scores[i] += token_scores(scores, i, 0, new, self._request.logprobs)
-            if progress.done[i] and row.reason is None:
+            if progress.done[i] and row.finish_reason is None:
                 row.finish("eos" if row.tokens[-1] in self._request.eos_token_ids else "length")
         self._counts = progress.count
 
@@ -336,7 +336,7 @@ class Stream(PieceIterator):
             decode_tokens_per_second=decoded / decode.seconds if decoded > 0 else 0.0,
             cache_bytes=dict(session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
-            stop_reasons=tuple(row.reason for row in self._rows[: request.rows]),
+            finish_reasons=tuple(row.finish_reason for row in self._rows[: request.rows]),
             beyond_context=beyond_context(self._config, session.reach(longest)),
             moves=tuple(session.moves),
             cached_tokens=int(session.prefix_hits.sum()),

@@ -40,7 +40,7 @@ def policy(
     bits: int | None = None,
     key_bits: int | None = None,
     value_bits: int | None = None,
-    group: int | None = None,
+    group_size: int | None = None,
     block: int | None = None,
     recent: int | None = None,
     prefill: str | None = None,
@@ -68,7 +68,7 @@ def policy(
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
       key_bits, value_bits: the same for keys or values only.
-      group: numbers that share a scale; by default 64, or the head dimension if it is smaller.
+      group_size: numbers that share a scale; by default 64, or the head dimension if it is smaller.
       block, recent, prefill: for quantized and offloaded caches: see ``CachePolicy``.
       prefetch: for offloaded and automatic caches: see ``Host``; by default 0.
       memory: for automatic caches: device memory that the cache may use, in bytes or as
@@ -98,18 +98,18 @@ def policy(
     bits, key_bits, value_bits = map(as_python, (bits, key_bits, value_bits))
     bits = 4 if bits is None and name == "quantized" else bits
     key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
-    of_blocks = {"group": group, "block": block, "recent": recent, "prefill": prefill}
+    of_blocks = {"group_size": group_size, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
     tailed = name.startswith("offloaded") or name == "auto"
     raw = all(b in (None, 16) for b in (key_bits, value_bits))
-    if chosen and raw and not (tailed and group is None):
+    if chosen and raw and not (tailed and group_size is None):
         setting = next(iter(chosen))
         raise ValueError(
             f"{setting}={chosen[setting]!r} applies to quantized caches only: give bits="
         )
-    keys = quantized_codec(key_bits, "keys", group=group, dtype=dtype)
-    values = quantized_codec(value_bits, "values", group=group, dtype=dtype)
-    chosen.pop("group", None)
+    keys = quantized_codec(key_bits, "keys", group_size=group_size, dtype=dtype)
+    values = quantized_codec(value_bits, "values", group_size=group_size, dtype=dtype)
+    chosen.pop("group_size", None)
     ring = Ring(window, sinks or 0, slack)
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
     layout = {**growing, "sliding_window": ring}.get(name, Dense())
@@ -279,8 +279,8 @@ def transformers_policy(
     block = min(64, residual // MULTIPLE * MULTIPLE)
 
     def codec(axis: int) -> Codec:
-        group = min(q_group_size, block) if axes[axis] == "channel" else q_group_size
-        plain = Integer(nbits, axes[axis], group, zero_point=True)
+        size = min(q_group_size, block) if axes[axis] == "channel" else q_group_size
+        plain = Integer(nbits, axes[axis], size, zero_point=True)
         return plain if backend == "quanto" else HalfQuadratic(plain)
 
     keys, values = codec(axis_key), codec(axis_value)

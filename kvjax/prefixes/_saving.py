@@ -20,7 +20,7 @@ KIND = "a tree of prefixes"
 
 
 def to_folder(
-    sequences: CachedSequences, weights: Hashable
+    sequences: CachedSequences, weight_version: Hashable
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The sequences of one version of the weights, as arrays and metadata.
 
@@ -30,7 +30,11 @@ def to_folder(
     groups = range(len(sequences.pool_config.groups))
     pages: list[list[tuple[Node, Entry]]] = [[] for _ in groups]
     states: list[tuple[Node, Entry]] = []
-    roots = {name: root for name, root in sequences.radix.roots.items() if name.weights == weights}
+    roots = {
+        name: root
+        for name, root in sequences.radix.roots.items()
+        if name.weight_version == weight_version
+    }
     nodes = [node for root in roots.values() for node in subtree(root)]
     for node in nodes:
         for group, entries in enumerate(node.pages):
@@ -42,7 +46,7 @@ def to_folder(
     metadata = {
         "kind": KIND,
         "settings": _settings_json(sequences.pool_config),
-        "weights": _name_json(weights),
+        "weight_version": _name_json(weight_version),
         "roots": [[_name_json(tuple(name)), node_index[id(root)]] for name, root in roots.items()],
         "nodes": [
             {
@@ -74,7 +78,7 @@ def settings_of(metadata: dict[str, Any]) -> dict[str, Any]:
     policies, *values = deserialize_static(json.dumps(metadata["settings"]).encode())
     names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
     values = [*values, None][: len(names)]  # older files have no rotary_len
-    settings = {"policies": policies, "weights": _name(metadata["weights"])}
+    settings = {"policies": policies, "weight_version": _name(metadata["weight_version"])}
     return settings | dict(zip(names, values, strict=True))
 
 

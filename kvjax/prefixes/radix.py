@@ -24,7 +24,7 @@ class Namespace(NamedTuple):
     rows (else None)."""
 
     tenant: Hashable
-    weights: Hashable
+    weight_version: Hashable
     rows: int | None
 
 

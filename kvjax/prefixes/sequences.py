@@ -112,9 +112,11 @@ class CachedSequences:
         if path:
             self.radix.prune(path[-1])
 
-    def forget_weights(self, weights: Hashable) -> None:
+    def forget_weights(self, weight_version: Hashable) -> None:
         """Remove the sequences that were computed with a version of the weights."""
-        for namespace in [name for name in self.radix.roots if name.weights == weights]:
+        for namespace in [
+            name for name in self.radix.roots if name.weight_version == weight_version
+        ]:
             self.tiers.remove(self.radix.roots.pop(namespace))
 
     def usage(self) -> tuple[int, dict[str, int], list[int]]:

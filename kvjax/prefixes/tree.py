@@ -54,34 +54,34 @@ class PrefixStats:
 
 
 class WeightVersions:
-    """The arrays that each value of ``PrefixTree.weights`` was used with, by weak references."""
+    """The arrays of each ``PrefixTree.weight_version``, by weak references."""
 
     def __init__(self) -> None:
         self._arrays: dict[Hashable, list[weakref.ref[Any]]] = {}
 
-    def check(self, weights: Hashable, params: PyTree) -> None:
+    def check(self, weight_version: Hashable, params: PyTree) -> None:
         """Record a version's parameters, or compare them with those recorded.
 
         Raises:
           ValueError: if the version was used with other parameters.
         """
         leaves = jax.tree.leaves(params)
-        refs = self._arrays.setdefault(weights, [weakref.ref(x) for x in leaves])
+        refs = self._arrays.setdefault(weight_version, [weakref.ref(x) for x in leaves])
         if len(refs) != len(leaves) or any(
             ref() is not x for ref, x in zip(refs, leaves, strict=True)
         ):
             raise ValueError(
-                f"the prefix tree used weights={weights!r} with other parameters; set tree.weights "
-                "to a new value whenever the model's parameters change"
+                f"the prefix tree used weight_version={weight_version!r} with other parameters; "
+                "set tree.weight_version to a new value whenever the model's parameters change"
             )
 
-    def forget_deleted(self, weights: Hashable) -> list[Hashable]:
+    def forget_deleted(self, weight_version: Hashable) -> list[Hashable]:
         """Forget versions whose arrays have been deleted, except the current one. No model can have
         these versions again. Returns them."""
         deleted = [
             version
             for version, refs in self._arrays.items()
-            if version != weights and any(ref() is None for ref in refs)
+            if version != weight_version and any(ref() is None for ref in refs)
         ]
         for version in deleted:
             del self._arrays[version]
@@ -133,9 +133,10 @@ class PrefixTree:
       folder: for files of data that does not fit on the host. They are deleted with the tree. By
         default nothing is kept on disk.
       disk_memory: bytes of these files.
-      weights: names the version of the model's parameters: a string, an integer, or a tuple of
-        these. Set ``tree.weights`` to a new value whenever the parameters change; sequences of
-        other versions are then not matched, and are removed once their parameters are deleted.
+      weight_version: names the version of the model's parameters: a string, an integer, or a tuple
+        of these. Set ``tree.weight_version`` to a new value whenever the parameters change;
+        sequences of other versions are then not matched, and are removed once their parameters are
+        deleted.
 
     Raises:
       ValueError: if no layer is paged, a layer keeps whole sequences outside of pages, the policy
@@ -159,9 +160,9 @@ class PrefixTree:
         host_memory: int | str = "1GiB",
         folder: str | Path | None = None,
         disk_memory: int | str = "16GiB",
-        weights: Hashable = 0,
+        weight_version: Hashable = 0,
     ) -> None:
-        self.weights = weights
+        self.weight_version = weight_version
         self._versions = WeightVersions()
         self.pool_config = make_pool_config(
             lm,
@@ -181,13 +182,13 @@ class PrefixTree:
         self.lease_lock = LeaseLock()
 
     @property
-    def weights(self) -> Hashable:
+    def weight_version(self) -> Hashable:
         """The current version of the model's parameters."""
-        return self._weights
+        return self._weight_version
 
-    @weights.setter
-    def weights(self, name: Hashable) -> None:
-        self._weights = checked_name("weights", name)
+    @weight_version.setter
+    def weight_version(self, name: Hashable) -> None:
+        self._weight_version = checked_name("weight_version", name)
 
     def clear(self) -> None:
         """Forget all sequences.
@@ -210,8 +211,8 @@ class PrefixTree:
 
     @allow_host_to_device
     def save(self, path: str | Path, lm: ModelLike, *, wait: bool = True) -> PendingSave:
-        """Write the sequences of the current ``weights`` into a folder, for ``load``. ``wait`` is
-        as for ``kvjax.save_cache``.
+        """Write the sequences of the current ``weight_version`` into a folder, for ``load``.
+        ``wait`` is as for ``kvjax.save_cache``.
 
         Raises:
           ValueError: if an unfinished stream uses the pages.
@@ -219,7 +220,9 @@ class PrefixTree:
         """
         with self.lease_lock.acquire():  # no other thread may change the tree meanwhile
             self._check_model(lm)
-            arrays, metadata = retry_lost_entries(lambda: to_folder(self.sequences, self.weights))
+            arrays, metadata = retry_lost_entries(
+                lambda: to_folder(self.sequences, self.weight_version)
+            )
         saving = save_folder(path, arrays, metadata | {"model": fingerprint(lm)})
         if wait:
             saving.wait()
@@ -265,7 +268,7 @@ class PrefixTree:
         tree._check_model(lm)
         return tree
 
-    def of(self, tenant: Hashable) -> "Tenant":
+    def for_tenant(self, tenant: Hashable) -> "Tenant":
         """The tree for one tenant, to be given as ``prefix_cache``. Tenants never match each
         other's sequences.
 
@@ -314,17 +317,18 @@ class PrefixTree:
           tenant: the owner of the sequences.
 
         Raises:
-          ValueError: if the model is not the tree's, its parameters are not those that ``weights``
-            was used with, an unfinished stream uses the pages, or the pool has too few of them.
+          ValueError: if the model is not the tree's, its parameters are not those that
+            ``weight_version`` was used with, an unfinished stream uses the pages, or the pool has
+            too few of them.
         """
         with self.lease_lock.acquire(), self.sequences.lock:
             if self.sequences.pool.lost:
                 self.sequences.clear()
             self._check_model(lm)
-            for version in self._versions.forget_deleted(self.weights):
+            for version in self._versions.forget_deleted(self.weight_version):
                 self.sequences.forget_weights(version)
             rows = len(prompts) if self.pool_config.exact_prefix else None
-            namespace = Namespace(tenant, self.weights, rows)
+            namespace = Namespace(tenant, self.weight_version, rows)
             lease = Lease(self.sequences, namespace, prompts, new, samples)
             self.lease_lock.lease = lease
             self._prompts += len(prompts)
@@ -336,7 +340,7 @@ class PrefixTree:
     def _check_model(self, lm: ModelLike) -> None:
         if lm.config != self.pool_config.model_config or lm.mesh != self.pool_config.mesh:
             raise ValueError("the prefix tree was made for another model or other devices")
-        self._versions.check(self.weights, lm.params)
+        self._versions.check(self.weight_version, lm.params)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class Rollout:
         return jnp.where(self.mask, jnp.take_along_axis(numbers, index, axis=1), 0)
 
     @property
-    def reasons(self) -> tuple[str, ...]:
+    def finish_reasons(self) -> tuple[str, ...]:
         """Why each row ended, ``"eos"`` or ``"length"``. Waits for the device."""
         return tuple("eos" if ended else "length" for ended in fetch(self.ended))
 

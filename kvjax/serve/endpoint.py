@@ -98,7 +98,9 @@ class GenerationResponse:
             for index in range(len(handles)):
                 self._finish_reason(index)
             results = [(handle, result) for handle in handles for result in handle.beam_results]
-            return [(handle, result, self._reason(result.reason)) for handle, result in results]
+            return [
+                (handle, result, self._reason(result.finish_reason)) for handle, result in results
+            ]
         indexes = list(range(len(handles)))
         if request.samples > request.n:
             logprobs = [handle.logprobs or [] for handle in handles]
@@ -163,10 +165,10 @@ class GenerationResponse:
             problem = getattr(guide, "error", None)
             if problem is not None:
                 raise APIError(500, f"the text could not follow the grammar: {problem}")
-        if handle.reason not in _FINISH_REASONS:
+        if handle.finish_reason not in _FINISH_REASONS:
             message = "the server is shutting down, and this request took too long"
             raise APIError(503, message)
-        return self._reason(handle.reason)
+        return self._reason(handle.finish_reason)
 
     def _reason(self, reason: str) -> str:
         return _FINISH_REASONS[reason] if self._request.max_tokens else "length"

@@ -64,7 +64,7 @@ class Metrics(Collector):
     def record(self, handle: Handle) -> None:
         """Count a sequence that has finished or was cancelled."""
         times, count = handle.times, len(handle.generated)
-        self._finished.labels(handle.reason or "cancelled").inc()
+        self._finished.labels(handle.finish_reason or "cancelled").inc()
         if times.first_token is None or times.newest_token is None:
             return
         self._first_token.observe(times.first_token - times.submitted)

@@ -184,7 +184,7 @@ def test_an_encoder_reads_once_for_all_beams(torch: Any, transformers: Any, tmp_
     lm = models.load(tmp_path, dtype="float32")
     found = kvjax.generate(lm, texts, max_new_tokens=NEW, eos_token_ids=ENDS, n=2, **settings)
     same(found, (rows, wanted.sequences_scores.numpy().tolist()), 2)
-    read = lm.reading(texts)
-    start = [[lm.start_token]] * len(texts)
+    read = lm.with_encoder_inputs(texts)
+    start = [[lm.decoder_start_token_id]] * len(texts)
     again = kvjax.generate(read, start, max_new_tokens=NEW, eos_token_ids=ENDS, n=2, **settings)
     assert again.tokens == found.tokens

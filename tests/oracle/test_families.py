@@ -335,7 +335,7 @@ def test_what_a_file_leaves_out(model_type: str, transformers: Any, tmp_path: Pa
     for rope, kind in ((ours.rope, "full_attention"), (ours.local_rope, "sliding_attention")):
         told = ropes.get(kind, ropes)
         if rope is not None:
-            assert (rope.kind, rope.theta) == (told["rope_type"], told["rope_theta"])
+            assert (rope.rope_type, rope.theta) == (told["rope_type"], told["rope_theta"])
             assert rope.partial_rotary_factor == told.get("partial_rotary_factor", 1.0)
     generation = read_generation(tmp_path, model_type)
     eos, bos = theirs.eos_token_id, theirs.bos_token_id

@@ -238,7 +238,9 @@ def test_what_a_file_leaves_out(transformers: Any, tmp_path: Path) -> None:
         assert ours.tie_word_embeddings == whole.tie_word_embeddings, name
         ropes = theirs.rope_parameters
         rope = ropes.get("full_attention", ropes)
-        assert (ours.rope.kind, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"]), name
+        assert (ours.rope.rope_type, ours.rope.theta) == (rope["rope_type"], rope["rope_theta"]), (
+            name
+        )
         window = getattr(theirs, "sliding_window", None)
         if "sliding_attention" in (getattr(theirs, "layer_types", None) or ()):
             assert window in ours.windows, name

@@ -90,13 +90,13 @@ def apart(found: Any, wanted: np.ndarray) -> float:
 
 
 def test_uncached(case: Case) -> None:
-    lm = load(case).reading(case.texts)
+    lm = load(case).with_encoder_inputs(case.texts)
     logits = jax.jit(lm.apply)(lm.params, jnp.asarray(case.target))
     assert apart(logits, case.logits) <= TOLERANCE
 
 
 def test_ragged_in_uneven_chunks(case: Case) -> None:
-    lm = load(case).reading(case.texts)
+    lm = load(case).with_encoder_inputs(case.texts)
     cache = kvjax.init_cache(lm.config, batch=3, max_len=32)
     apply, start, found = jax.jit(lm.apply), 0, []
     for new in CHUNKS:
@@ -143,10 +143,10 @@ def test_the_text_is_theirs(torch: Any, transformers: Any, tmp_path: Path) -> No
     assert found.text == tokenizer.batch_decode(wanted, skip_special_tokens=True)
     assert len(set(found.text)) == len(texts), "texts that are alike would show nothing"
 
-    read = lm.reading(texts)
+    read = lm.with_encoder_inputs(texts)
     broken = jax.tree.map(lambda x: x * jnp.nan, read.params["encoder"])
     once = read.with_params(read.params | {"encoder": broken})
-    start = [[lm.start_token]] * len(texts)
+    start = [[lm.decoder_start_token_id]] * len(texts)
     assert kvjax.generate(once, start, max_new_tokens=NEW).text == found.text
 
 
@@ -173,7 +173,7 @@ def test_embeddings_that_a_file_holds_twice(case: Case, tmp_path: Path) -> None:
         return models.load(folder, dtype="float32")
 
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
-        lm = written(name, 1.0).reading(case.texts)
+        lm = written(name, 1.0).with_encoder_inputs(case.texts)
         assert apart(jax.jit(lm.apply)(lm.params, case.target), case.logits) <= TOLERANCE
     with pytest.raises(kvjax.CheckpointError, match=r"encoder.embed_tokens.weight .*, and differ"):
         written("encoder.embed_tokens.weight", 2.0)
@@ -188,9 +188,9 @@ def test_the_start_is_what_generation_settings_say(case: Case, both: bool, tmp_p
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"decoder_start_token_id": 7}))
     lm = models.load(folder, dtype="float32")
-    assert lm.start_token == 7
+    assert lm.decoder_start_token_id == 7
     asked = {"max_new_tokens": NEW, "eos_token_ids": ()}
-    wanted = kvjax.generate(lm.reading(case.texts), [[7]] * 3, **asked)
+    wanted = kvjax.generate(lm.with_encoder_inputs(case.texts), [[7]] * 3, **asked)
     assert kvjax.generate(lm, case.texts, **asked).tokens == wanted.tokens
 
 
@@ -246,11 +246,13 @@ def test_what_a_file_leaves_out(transformers: Any, tmp_path: Path) -> None:
     ours: Any = models.read_config(tmp_path)
     for name, other in {
         "vocab_size": "vocab_size", "hidden_size": "d_model", "head_dim": "d_kv",
-        "intermediate_size": "d_ff", "encoder_layers": "num_layers",
+        "intermediate_size": "d_ff", "num_encoder_layers": "num_layers",
         "num_hidden_layers": "num_decoder_layers", "num_attention_heads": "num_heads",
-        "buckets": "relative_attention_num_buckets", "layer_norm_epsilon": "layer_norm_epsilon",
-        "max_distance": "relative_attention_max_distance", "activation": "dense_act_fn",
-        "gated": "is_gated_act", "tie_word_embeddings": "tie_word_embeddings",
-        "scale_outputs": "scale_decoder_outputs",
+        "relative_attention_num_buckets": "relative_attention_num_buckets",
+        "layer_norm_epsilon": "layer_norm_epsilon",
+        "relative_attention_max_distance": "relative_attention_max_distance",
+        "activation": "dense_act_fn",
+        "is_gated_act": "is_gated_act", "tie_word_embeddings": "tie_word_embeddings",
+        "scale_decoder_outputs": "scale_decoder_outputs",
     }.items():  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, other), name

@@ -341,7 +341,7 @@ class BeamStream(PieceIterator):
             decode_tokens_per_second=steps / decode.seconds if steps and decode.seconds else 0.0,
             cache_bytes=dict(self._session.cache_bytes),
             compilations=prefill.compilations + decode.compilations,
-            stop_reasons=tuple(row.reason for row in self._rows),
+            finish_reasons=tuple(row.finish_reason for row in self._rows),
             beyond_context=beyond_context(self._config, self._session.reach(longest)),
             moves=tuple(self._session.moves),
             cached_tokens=int(self._session.prefix_hits.sum()),

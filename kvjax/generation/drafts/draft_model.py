@@ -26,21 +26,21 @@ class PromptLookup:
 
     Source: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., arXiv:2304.04487.
 
-    ``length``: the most tokens drafted at a time; None chooses by platform and number of rows.
-    ``shortest``: tokens that must match; ``longest``: beyond these, a longer match counts no more.
-    ``adaptive``: whether to draft fewer tokens, or none for a while, when few are accepted. Without
-    it, drafts always have ``length`` tokens.
+    ``num_draft_tokens``: the most tokens drafted at a time; None chooses by platform and number of
+    rows. ``min_ngram``: tokens that must match; ``max_ngram``: beyond these, a longer match counts
+    no more. ``adaptive``: whether to draft fewer tokens, or none for a while, when few are
+    accepted. Without it, drafts always have ``num_draft_tokens`` tokens.
     """
 
-    length: int | None = None
-    shortest: int = 2
-    longest: int = 4
+    num_draft_tokens: int | None = None
+    min_ngram: int = 2
+    max_ngram: int = 4
     adaptive: bool = True
 
     def __post_init__(self) -> None:
         _check(self)
-        normalize_int_field(self, "shortest", 1)
-        normalize_int_field(self, "longest", self.shortest)
+        normalize_int_field(self, "min_ngram", 1)
+        normalize_int_field(self, "max_ngram", self.min_ngram)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,11 +51,11 @@ class DraftModel:
 
     ``lm``: the draft model. It needs the target's tokenizer. It may be the first layers of the
     target (``kvjax.models.first_layers``; Elhoushi et al., LayerSkip, arXiv:2404.16710).
-    ``length``, ``adaptive``: as for ``PromptLookup``. ``cache``: the policy of its cache.
+    ``num_draft_tokens``, ``adaptive``: as for ``PromptLookup``. ``cache``: the policy of its cache.
     """
 
     lm: LanguageModel
-    length: int | None = None
+    num_draft_tokens: int | None = None
     cache: PolicyChoice = "static"
     adaptive: bool = True
 
@@ -163,7 +163,8 @@ def _same_vocabulary(target: Any, draft: Any) -> bool:
 
 def _check(draft: Draft) -> None:
     normalize_bool_field(draft, "adaptive")
-    if draft.length is not None and as_int("length", draft.length, 1) > MAX_LENGTH:
+    count = draft.num_draft_tokens
+    if count is not None and as_int("num_draft_tokens", count, 1) > MAX_LENGTH:
         raise ValueError(
-            f"length is {draft.length}, but at most {MAX_LENGTH} tokens can be drafted"
+            f"num_draft_tokens is {count}, but at most {MAX_LENGTH} tokens can be drafted"
         )

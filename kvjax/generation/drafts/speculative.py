@@ -365,7 +365,7 @@ class SpeculativeDecoder:
         """The proposer for a target cache and a draft context. It drafts no more tokens than both
         caches can rewind; None if that is 0."""
         draft, rows = self._draft, self._rows
-        length = draft.length or default_length(self._platform, rows)
+        length = draft.num_draft_tokens or default_length(self._platform, rows)
         if cache.max_rewind is not None:
             # Stop strings may have to rewind too: leave them half.
             length = min(length, cache.max_rewind // (2 if self._request.stop else 1))
@@ -377,6 +377,6 @@ class SpeculativeDecoder:
         if draft.adaptive:
             cost = draft_cost(self._platform, rows, length, self._relative_size)
         if isinstance(draft, PromptLookup):
-            return LookupProposer(length, cost, draft.shortest, draft.longest)
+            return LookupProposer(length, cost, draft.min_ngram, draft.max_ngram)
         draft_vocab = self._lm.config.vocab_size
         return DraftModelProposer(length, cost, self.architecture, draft_vocab, self._vocab)

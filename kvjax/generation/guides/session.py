@@ -149,7 +149,7 @@ class DraftedGuidedSession(GuidedSession):
         """The most tokens that ``decode`` takes of a row."""
         draft = self._request.draft
         assert draft is not None
-        return 1 + (draft.length or DEFAULT_LENGTH)
+        return 1 + (draft.num_draft_tokens or DEFAULT_LENGTH)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
         """Decode at most ``steps`` tokens of each row, except the rows to ``halt``, bool[batch]."""
