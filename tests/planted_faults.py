@@ -357,27 +357,27 @@ FAULTS = (
         ("engine",),
     ),
     Fault(
-        "known tokens are reported again", "engine/results.py",
+        "known tokens are reported again", "engine/handle.py",
         "count, known = int(output.count[place]) - before, max(len(handle.generated) - before, 0)",
         "count, known = int(output.count[place]) - before, 0", ("engine",),
     ),
     Fault(
-        "tokens that are computed again are sampled again", "engine/handle.py",
+        "tokens that are computed again are sampled again", "engine/rows.py",
         "known = self.handle.generated[self.sampled : self.sampled + rounds]",
         "known = [][self.sampled : self.sampled + rounds]", ("engine",),
     ),
     Fault(
-        "the pages of a finished request are not freed", "engine/row_arrays.py",
+        "the pages of a finished request are not freed", "engine/rows.py",
         "                pool.release(page)",
         "                pool.refs[page] -= 0", ("engine",),
     ),
     Fault(
-        "a shared page is not counted", "engine/row_arrays.py",
+        "a shared page is not counted", "engine/rows.py",
         "                pool.retain(page)",
         "                pool.refs[page] += 0", ("engine",),
     ),
     Fault(
-        "a window's page is freed too early", "engine/row_arrays.py",
+        "a window's page is freed too early", "engine/rows.py",
         "return int(layout.filled(units)), int(layout.gone_before(units))",
         "return int(layout.filled(units)), int(layout.gone_before(units + 32))",
         ("engine",),
@@ -398,12 +398,12 @@ FAULTS = (
         "        if not self._sharing:", ("engine",),
     ),
     Fault(
-        "seeds do not reach the rows", "engine/row_arrays.py",
+        "seeds do not reach the rows", "engine/rows.py",
         "            array[row] = new[0]",
         "            array[row] = new[0] * (new.dtype != np.uint32)", ("engine",),
     ),
     Fault(
-        "a finished row's filters stay on", "engine/row_arrays.py",
+        "a finished row's filters stay on", "engine/rows.py",
         "        self._write(row, self._neutral)",
         "        del row", ("engine",),
     ),
@@ -413,7 +413,7 @@ FAULTS = (
         "            self._runner.set_history(seq.row, [])", ("engine",),
     ),
     Fault(
-        "arrays change after dispatch", "engine/row_arrays.py",
+        "arrays change after dispatch", "engine/rows.py",
         "self._on_device = commit(self._placement.put(params))",
         "self._on_device = self._params", ("engine",),
     ),
@@ -443,7 +443,7 @@ FAULTS = (
         "if deadline is not None and now - handle.times.submitted > 1e9", ("engine",),
     ),
     Fault(
-        "a guide gives a mask before its last token is known", "engine/handle.py",
+        "a guide gives a mask before its last token is known", "engine/rows.py",
         "        if known > 0 or handle.in_flight:",
         "        if known > 0:", ("engine",),
     ),
@@ -468,7 +468,7 @@ FAULTS = (
         "            keys, values = body", ("engine_beams",),
     ),
     Fault(
-        "pages that beams share are not counted", "engine/row_arrays.py",
+        "pages that beams share are not counted", "engine/rows.py",
         "                    pool.retain(shared)", "                    pass",
         ("engine_beams",),
     ),
@@ -815,7 +815,7 @@ FAULTS = (
         "cooldown=lib.where(slower, 0 * cooldown, 0),", ("speculation",),
     ),
     Fault(
-        "a row's length ignores accepted tokens", "engine/handle.py",
+        "a row's length ignores accepted tokens", "engine/rows.py",
         "self.verifying, self.length, self.sampled = 0, self.length + new, self.sampled + new",
         "self.verifying, self.length, self.sampled = 0, self.length + 1, self.sampled + new",
         ("engine_drafts",),
@@ -831,7 +831,7 @@ FAULTS = (
         "verify_cost = float(sum(relative) < 0)", ("engine_drafts",),
     ),
     Fault(
-        "a row decodes while its draft is verified", "engine/handle.py",
+        "a row decodes while its draft is verified", "engine/rows.py",
         "if self.verifying:",
         "if self.verifying < 0:", ("engine_drafts",),
     ),

@@ -64,7 +64,7 @@ TOKENS = 128
 """Of a call that is followed: two blocks."""
 MANY = 32
 """Rows of what is keys or values, even packed: more than heads, channels or queries."""
-FILES = 11
+FILES = 10
 """At most; and one more for each codec around another one of the keys."""
 AROUND = {("cache", "explicit_axes.py"), ("core", "mesh_context.py"), ("core", "control_flow.py")}
 """Files whose functions call others that they are given: decorators, loops and branches."""

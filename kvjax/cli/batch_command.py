@@ -28,7 +28,7 @@ from kvjax.cli.output import echo_json, score_as_json, show_progress
 from kvjax.core.reporting import report_progress
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
-from kvjax.engine.results import EngineStats
+from kvjax.engine.stats import EngineStats
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.saving import fingerprint
 

@@ -2,7 +2,7 @@
 
 from kvjax.engine.engine import Engine
 from kvjax.engine.handle import Handle
-from kvjax.engine.results import EngineStats
 from kvjax.engine.service import Service
+from kvjax.engine.stats import EngineStats
 
 __all__ = ["Engine", "EngineStats", "Handle", "Service"]

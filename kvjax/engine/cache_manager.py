@@ -8,9 +8,9 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from kvjax.engine.handle import Handle, RunningSequence, SwappedState
+from kvjax.engine.handle import Handle, SwappedState, Transfer
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.results import Transfer
+from kvjax.engine.rows import RunningSequence
 from kvjax.prefixes.checkpoints import Checkpoint
 from kvjax.prefixes.radix import Node
 from kvjax.prefixes.sequences import match_prompts

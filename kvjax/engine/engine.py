@@ -13,13 +13,13 @@ from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import as_bool, as_int
 from kvjax.engine.cache_manager import CacheManager
 from kvjax.engine.drafts import DraftPlanner
-from kvjax.engine.handle import Handle, Piece
+from kvjax.engine.handle import Handle, InFlightStep, InFlightSteps, Piece
 from kvjax.engine.model_runner import ModelRunner, replacement_params
 from kvjax.engine.pool_config import DEFAULT_ROWS, engine_pool_config, max_sequence_length
 from kvjax.engine.request import Request, RequestOptions, RequestParams, parse_request
-from kvjax.engine.results import Counters, EngineStats, InFlightStep, InFlightSteps
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.speculative import SpeculativeDecoder, draft_runner_of
+from kvjax.engine.stats import Counters, EngineStats
 from kvjax.generation.aot.compiling import Compiled
 from kvjax.generation.drafts.draft_model import DraftChoice, resolve_draft
 from kvjax.generation.generator import best_rows

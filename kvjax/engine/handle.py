@@ -1,22 +1,25 @@
-"""A submitted request: its handle, and its sequence while it occupies rows of the cache."""
+"""A submitted request: its handle, and programs in flight whose outputs reach it."""
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar, TypeVarTuple, Unpack
 
+import jax
 import numpy as np
 from jaxtyping import PyTree
 
 from kvjax.core.transfer import fetch
+from kvjax.core.validation import NonFiniteError
 from kvjax.engine.beams import BeamResult, BeamSearchState
-from kvjax.engine.drafts import AdjustCost, DraftState
+from kvjax.engine.drafts import DraftState
+from kvjax.engine.programs import ProgramOutput
 from kvjax.engine.request import Request
+from kvjax.engine.stats import Counters
 from kvjax.generation.detokenizer import RowText, Tokenizer
 from kvjax.generation.guides.masks import draft_masks, guide_mask
-from kvjax.prefixes.radix import Namespace
 from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 _T = TypeVar("_T")
@@ -277,118 +280,128 @@ class Handle:
             return None
 
 
+Transfer = Callable[[], None]
+"""Completes a copy to the host that was started before, so that the device can free the arrays."""
+Entry = tuple[int, Handle, int]
+"""A place in a program's output, the request it is for, and the request's number of new tokens
+before the program, or the beam."""
+
+
 @dataclass
-class RunningSequence:
-    """A request that has a row, or one row for each beam.
+class InFlightStep:
+    """The programs that a step has dispatched, and transfers that complete with them."""
 
-    ``length`` and ``sampled`` describe the row once all dispatched programs have run, assuming that
-    it does not end before. While a draft is being verified they are the values before it, since the
-    host does not know yet how many of its tokens will be accepted.
+    programs: list[tuple[ProgramOutput, list[Entry]]] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
 
-    Args:
-      handle: the request.
-      row: its row, or the first beam's row.
-      namespace: which part of the prefix cache it shares.
-      checkpoints: prompt lengths at which its state is stored in the prefix cache.
-      length: tokens that the row has in the cache.
-      sampled: new tokens.
-      fresh: whether no program was dispatched for it yet.
-      verifying: number of drafted tokens whose verification is in flight.
-      draft_length: tokens that the draft model's row has in its cache.
-      beam_rows: rows of the other beams, which are as long as the first.
+    def add(
+        self, output: ProgramOutput, entries: list[Entry], transfers: Iterable[Transfer]
+    ) -> None:
+        """Add a program, and start the copy of its output to the host."""
+        for x in jax.tree.leaves(output):
+            x.copy_to_host_async()
+        for _, handle, _ in entries:
+            handle.in_flight += 1
+        self.programs.append((output, entries))
+        self.transfers += transfers
+
+
+class InFlightSteps:
+    """Steps in flight, oldest first.
+
+    ``complete``: called with the transfers of a step that has come back; ``end``: called with a
+    request that has ended, and its reason.
     """
 
-    handle: Handle
-    row: int
-    namespace: Namespace
-    checkpoints: set[int] = field(default_factory=set)
-    length: int = 0
-    sampled: int = 0
-    fresh: bool = True
-    verifying: int = 0
-    draft_length: int = 0
-    beam_rows: tuple[int, ...] = ()
+    def __init__(
+        self,
+        counters: Counters,
+        complete: Callable[[list[Transfer]], None],
+        end: Callable[[Handle, str], None],
+    ) -> None:
+        self._counters, self._complete, self._end = counters, complete, end
+        self._steps: deque[InFlightStep] = deque()
 
-    @property
-    def prompt(self) -> list[int]:
-        """The tokens of its prompt."""
-        return self.handle.request.tokens
+    def __len__(self) -> int:
+        return len(self._steps)
 
-    @property
-    def rows(self) -> list[int]:
-        """All its rows."""
-        return [self.row, *self.beam_rows]
+    def add(self, step: InFlightStep) -> None:
+        """Add a step, unless it has dispatched nothing."""
+        if step.programs:
+            self._steps.append(step)
 
-    @property
-    def entries(self) -> list[tuple[int, int]]:
-        """The rows that take part in the next dispatch; each with the number that ``InFlightStep``
-        keeps: the count of new tokens, or the beam."""
-        beams, rows = self.handle.beams, self.rows
-        if beams is None:
-            return [(self.row, self.sampled)]
-        return [(rows[beam], beam) for beam in beams.active]
+    def collect(self, remaining: int) -> None:
+        """Wait until at most ``remaining`` steps are in flight, and pass on their outputs."""
+        while len(self._steps) > remaining:
+            step, start = self._steps[0], time.perf_counter()
+            # An interrupt while waiting leaves the step in place, to be collected later.
+            outputs = fetch([output for output, _ in step.programs])
+            self._counters.waiting_seconds += time.perf_counter() - start
+            self._steps.popleft()
+            self._complete(step.transfers)
+            for output, (_, entries) in zip(outputs, step.programs, strict=True):
+                for place, handle, before in entries:
+                    handle.in_flight -= 1
+                    if not handle.done:
+                        self._apply(output, place, handle, before)
 
-    @property
-    def prefilling(self) -> bool:
-        """Whether part of its prompt has not been dispatched."""
-        return self.length < len(self.prompt)
+    def abandon(self) -> list[Handle]:
+        """Forget all steps after a failure. Returns the requests that waited for them."""
+        steps, self._steps = self._steps, deque()
+        return [
+            handle for step in steps for _, entries in step.programs for _, handle, _ in entries
+        ]
 
-    @property
-    def remaining(self) -> int:
-        """New tokens that may still be dispatched."""
-        return self.handle.request.max_new_tokens - self.sampled
+    def _apply(self, output: ProgramOutput, place: int, handle: Handle, before: int) -> None:
+        count, reason = apply_output(output, place, handle, before)
+        self._counters.new_tokens += count
+        if reason is None and count:
+            handle.notify()
+        if reason is not None or handle.error is not None:
+            self._end(handle, reason or "error")
 
-    def rounds(self, limit: int, max_draft: int, adjust: AdjustCost) -> int:
-        """How many rounds of decoding to dispatch, at most ``limit``.
 
-        A beam search waits for each of its tokens. So does a request with a guide, except for
-        tokens that are known from before a preemption. A request that is about to draft waits for
-        everything in flight.
-        """
-        handle, limit = self.handle, min(limit, self.remaining)
-        if self.verifying:
-            return 0
-        if handle.beams is not None:
-            return 0 if handle.in_flight else 1
-        guided, drafts = handle.request.guide is not None, handle.drafts
-        if not guided and (drafts is None or drafts.idle(max_draft, adjust)):
-            return limit
-        known = len(handle.generated) - self.sampled
-        if known > 0 or handle.in_flight:
-            return min(limit, max(known, 0))
-        return min(limit, 1) if guided else limit
+def apply_output(
+    output: ProgramOutput, place: int, handle: Handle, before: int
+) -> tuple[int, str | None]:
+    """Give a request its new tokens.
 
-    def relative_cost(self, max_draft: int, adjust: AdjustCost) -> float:
-        """The cost of its tokens with drafts relative to the cost without; see ``DraftState``."""
-        drafts = self.handle.drafts
-        if drafts is None:
-            return math.inf
-        limit = min(max_draft, self.remaining - 1)
-        return drafts.relative_cost(limit, adjust, known=not self.handle.in_flight)
+    ``output``: ``ProgramOutput`` on the host; ``before``: the third item of ``Entry``. A request
+    that is computed again after a preemption has some of the tokens already. Returns the number of
+    new tokens, and why the request ends, None if it continues.
+    """
+    if handle.beams is not None:
+        return _apply_beam(output, place, handle, handle.beams, before)
+    count, known = int(output.count[place]) - before, max(len(handle.generated) - before, 0)
+    tokens, most = output.tokens[place, known:count].tolist(), handle.request.logprobs
+    scores = [] if most is None else token_scores(output.scores, place, known, count, most)
+    handle.add_tokens(tokens, scores)
+    if output.broken[place]:
+        return len(tokens), _set_non_finite(handle, len(handle.generated))
+    if handle.done:
+        return len(tokens), "stop"
+    if output.done[place] and len(handle.generated) == int(output.count[place]):
+        ended = handle.generated[-1] in handle.request.eos
+        return len(tokens), "eos" if ended else "length"
+    return len(tokens), None
 
-    def next_draft(self, max_draft: int, adjust: AdjustCost) -> tuple[int, list[int]]:
-        """How many drafted tokens to verify next, and the tokens if they were looked up. None while
-        a program is in flight, or while tokens are known from before a preemption."""
-        handle = self.handle
-        if handle.drafts is None or handle.in_flight or len(handle.generated) > self.sampled:
-            return 0, []
-        return handle.drafts.next(min(max_draft, self.remaining - 1), adjust)
 
-    def settle_draft(self) -> int:
-        """Update the lengths once a verification has come back. Returns how many drafted tokens
-        were accepted."""
-        if not self.verifying or self.handle.in_flight:
-            return 0
-        new, drafted = len(self.handle.generated) - self.sampled, self.verifying
-        self.verifying, self.length, self.sampled = 0, self.length + new, self.sampled + new
-        accepted = max(new - 1, 0)
-        if self.handle.drafts is not None:
-            self.handle.drafts.record(drafted, accepted)
-            if self.handle.drafts.by_model:  # whose cache lacks the last token that it proposed
-                self.draft_length += min(accepted, drafted - 1)
-        return accepted
+def _apply_beam(
+    output: ProgramOutput, place: int, handle: Handle, beams: BeamSearchState, beam: int
+) -> tuple[int, str | None]:
+    """``apply_output`` for one row of a beam search, whose tokens are known only at the end."""
+    if not beams.running:
+        return 0, None
+    if output.broken[place]:
+        return 0, _set_non_finite(handle, int(output.count[place]))
+    if not beams.add_candidates(output.scores, place, beam):
+        return 1, None
+    handle.add_beam_results()
+    return 1, handle.beam_results[0].finish_reason if handle.beam_results else "error"
 
-    def forced(self, rounds: int) -> list[int]:
-        """The next ``rounds`` tokens: those known from before a preemption, then -1."""
-        known = self.handle.generated[self.sampled : self.sampled + rounds]
-        return [*known, *[-1] * (rounds - len(known))]
+
+def _set_non_finite(handle: Handle, count: int) -> str:
+    handle.error = NonFiniteError(
+        f"the logits are not finite after {count} new tokens; no token was sampled from them"
+    )
+    return "error"

@@ -14,9 +14,8 @@ from kvjax.core.transfer import commit
 from kvjax.core.typing import Counts
 from kvjax.engine import programs
 from kvjax.engine.beams import BranchInputs, branch
-from kvjax.engine.handle import RunningSequence
 from kvjax.engine.programs import DecodeInputs, EngineState, PrefillInputs, ProgramOutput
-from kvjax.engine.row_arrays import PageTables, SamplingState
+from kvjax.engine.rows import PageTables, RunningSequence, SamplingState
 from kvjax.generation.guides.masks import mask_words
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.programs import Progress

@@ -5,10 +5,11 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 
 from kvjax.engine.cache_manager import CacheManager
-from kvjax.engine.handle import Handle, RunningSequence
+from kvjax.engine.handle import Handle, InFlightStep
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.results import Counters, InFlightStep
+from kvjax.engine.rows import RunningSequence
 from kvjax.engine.speculative import PendingDraft, SpeculativeDecoder
+from kvjax.engine.stats import Counters
 from kvjax.prefixes.radix import Namespace
 
 

@@ -20,7 +20,6 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import as_int
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS, AdjustCost
-from kvjax.engine.handle import RunningSequence
 from kvjax.engine.model_runner import ModelRunner
 from kvjax.engine.pool_config import max_pages_per_row, with_window_slack
 from kvjax.engine.programs import (
@@ -35,6 +34,7 @@ from kvjax.engine.programs import (
     update_rows,
     written_at,
 )
+from kvjax.engine.rows import RunningSequence
 from kvjax.generation.drafts.acceptance import DraftCost, cost_alone
 from kvjax.generation.drafts.draft_model import Draft, DraftModel
 from kvjax.generation.drafts.propose import DraftModelProposer

@@ -1,0 +1,89 @@
+"""Counters and current use of an engine."""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+
+@dataclass
+class Counters:
+    """What an engine has done since it was created.
+
+    Args:
+      steps: calls of ``Engine.step``.
+      requests: requests that were admitted to a row.
+      prompt_tokens: prompt tokens of these requests.
+      cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+      prefill_tokens: prompt tokens that were computed.
+      padding_tokens: padding that was computed with them.
+      new_tokens: generated tokens, including any after a stop string.
+      preemptions: how often a running request lost its row and pages.
+      swapped: preemptions that moved the request's state to the host; the others are recomputed.
+      drafted_tokens: tokens that were drafted and verified.
+      accepted_tokens: drafted tokens that the model accepted. Tokens whose verification was still
+        in flight when their request was preempted are not counted.
+      host_seconds: time in ``Engine.step`` without ``waiting_seconds``.
+      waiting_seconds: time in which ``Engine.step`` waited for the device.
+    """
+
+    steps: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    padding_tokens: int = 0
+    new_tokens: int = 0
+    preemptions: int = 0
+    swapped: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    host_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The counters by name."""
+        return {field.name: getattr(self, field.name) for field in fields(Counters)}
+
+
+@dataclass
+class EngineStats(Counters):
+    """``Counters``, and what the engine currently uses.
+
+    Args:
+      rows: rows of the cache.
+      running: requests that have a row.
+      waiting: requests without a row.
+      pages: pages of each pool.
+      free_pages: free pages of each pool.
+      used_pages: pages of each pool that running requests use.
+      swapped_bytes: host memory of preempted requests.
+      weight_bytes: bytes of the parameters, which are the model's own arrays.
+      pool_bytes: bytes of all pages, used or free.
+      row_bytes: bytes of everything else that rows keep: tails, windows, and the state that
+        sampling needs.
+      draft_bytes: bytes of a draft model: its cache, and parameters that it does not share with
+        the model.
+    """
+
+    rows: int = 0
+    running: int = 0
+    waiting: int = 0
+    pages: tuple[int, ...] = ()
+    free_pages: tuple[int, ...] = ()
+    used_pages: tuple[int, ...] = ()
+    swapped_bytes: int = 0
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+    row_bytes: int = 0
+    draft_bytes: int = 0
+
+    @property
+    def cached_pages(self) -> tuple[int, ...]:
+        """Pages of each pool that only the prefix cache uses."""
+        pools = zip(self.pages, self.free_pages, self.used_pages, strict=True)
+        return tuple(max(pages - free - used, 0) for pages, free, used in pools)
+
+    @property
+    def usage(self) -> float:
+        """The largest share of a pool that running requests use, from 0 to 1."""
+        pools = zip(self.used_pages, self.pages, strict=True)
+        return max((used / pages for used, pages in pools), default=0.0)
