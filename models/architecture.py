@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from kvjax.cache.checks import note_non_finite, note_tokens, validated
 from kvjax.cache.explicit_axes import automatic_axes
@@ -46,7 +46,7 @@ from .moe import Moe
 from .neox import NeoX
 from .sharding import param_shardings
 from .t5 import T5
-from .weights import save
+from .weights import Params, save
 
 FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
@@ -61,10 +61,6 @@ FAMILIES: dict[type, type[Frame]] = {
     Phi3Config: Phi3,
     T5Config: T5,
 }
-
-
-Params = dict[str, Any]
-"""Nested dicts of arrays. The keys on the path to an array are the parts of its name."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,7 @@ class Architecture:
         if wrong is not None:
             cache = note_tokens(cache, jnp.any(wrong, axis=1))
 
-        def run(tokens: Tokens, cache: KVCache, lengths: Counts | None) -> Any:
+        def run(tokens: Tokens, cache: KVCache, lengths: Counts | None) -> tuple[Array, KVCache]:
             return self._run(params, tokens, cache, lengths, last_only, None)
 
         vocab = self.config.vocab_size
@@ -197,7 +193,7 @@ class Architecture:
             raise ValueError("the source already contains tokens: an encoder fills an empty cache")
         wrong = unknown_tokens(tokens, lengths, self.config.vocab_size)
         graph, empty = _split(self.config)
-        module: Any = nnx.merge(graph, _restore(empty, params))
+        module = nnx.merge(graph, _restore(empty, params))
         source = module.read(tokens, lengths, source)
         return source if wrong is None else note_tokens(source, jnp.any(wrong, axis=1))
 
@@ -232,16 +228,16 @@ class Architecture:
 
 
 @functools.lru_cache(maxsize=64)
-def _split(config: Config) -> tuple[Any, Any]:
+def _split(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
     """The module's graph, and its state with shapes in place of arrays."""
     family = FAMILIES[type(config)]
     return nnx.split(nnx.eval_shape(lambda: family(config, rngs=nnx.Rngs(0))))
 
 
-def _plain(state: Any) -> Params:
+def _plain(state: nnx.State) -> Params:
     """An NNX state as nested dicts whose keys are strings."""
 
-    def strings(node: Any) -> Any:
+    def strings(node: PyTree) -> PyTree:
         if isinstance(node, dict):
             return {str(key): strings(child) for key, child in node.items()}
         return node
@@ -249,11 +245,11 @@ def _plain(state: Any) -> Params:
     return strings(nnx.to_pure_dict(state))
 
 
-def _restore(empty: Any, params: Params) -> Any:
+def _restore(empty: nnx.State, params: Params) -> nnx.State:
     """``params`` in the form of the state ``empty``."""
 
-    def fill(path: tuple[Any, ...], variable: Any) -> Any:
-        node: Any = params
+    def fill(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
+        node: PyTree = params
         for key in path:
             if not isinstance(node, dict) or str(key) not in node:
                 raise ValueError(f"params lack {'.'.join(map(str, path))!r}")
@@ -290,7 +286,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
         raise ValueError(
             "first_layers needs a model of kvjax.models; build a shorter model yourself"
         )
-    config: Any = architecture.config
+    config = architecture.config
     if isinstance(config, SharingConfig | T5Config):
         raise ValueError(
             f"first_layers does not support {config.model_type}: its layers depend on each other"
@@ -300,9 +296,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
         raise ValueError(
             f"layers is {count}, and must be less than the model's {config.num_hidden_layers}"
         )
-    cut: dict[str, Any] = {
-        name: getattr(config, name)[:count] for name in _OF_LAYERS if hasattr(config, name)
-    }
+    cut = {name: getattr(config, name)[:count] for name in _OF_LAYERS if hasattr(config, name)}
     if isinstance(config, MoeConfig):
         cut["dense_layers"] = tuple(layer for layer in config.dense_layers if layer < count)
     shorter = Architecture(replace(config, num_hidden_layers=count, **cut))
@@ -310,7 +304,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
     return replace(lm, config=shorter.config, architecture=shorter, params=params)
 
 
-def _like(names: Any, params: Any) -> Any:
+def _like(names: PyTree, params: PyTree) -> PyTree:
     """The parameters with these names."""
     if not isinstance(names, dict):
         return params

@@ -9,7 +9,6 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import jinja2.nodes
@@ -17,11 +16,12 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError, as_bool, as_list, short_repr
 
 from .json_fields import Fields, read_json, read_text
 
-Message = Mapping[str, Any]
+Message = Mapping[str, object]
 _PROBE = "kvjaxprobe"
 _CUT = "CONTINUE_FINAL_MESSAGE_TAG "
 """Marks where the rendered conversation is cut. Transformers uses the same marker, and some
@@ -60,7 +60,7 @@ class ChatTemplates:
         continue_final_message: bool = False,
         name: str | None = None,
         template: str | None = None,
-        **variables: Any,
+        **variables: object,
     ) -> str:
         """Render a conversation as text.
 
@@ -122,7 +122,7 @@ class ChatTemplates:
             raise CheckpointError(f"{self._source}: the chat template fails: {error!r}") from error
         return _cut(rendered, final) if ending else rendered
 
-    def _reads_parts(self, text: str, scope: Mapping[str, Any]) -> bool:
+    def _reads_parts(self, text: str, scope: Mapping[str, object]) -> bool:
         """Whether a template renders a list of content parts but drops a string content."""
         if text not in self._in_parts:
             message = {"role": "user", "content": _PROBE}
@@ -151,7 +151,7 @@ def _parted(message: Message) -> Message:
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
-def _shows(text: str, scope: Mapping[str, Any]) -> bool:
+def _shows(text: str, scope: Mapping[str, object]) -> bool:
     try:
         return _PROBE in _compile(text).render(scope, add_generation_prompt=True)
     except Exception:  # a template that fails renders nothing
@@ -190,7 +190,7 @@ def read_templates(folder: Path, config: Fields, variables: Mapping[str, str]) -
     return ChatTemplates(texts, variables, str(config.file))
 
 
-def _marked(messages: list[dict[str, Any]]) -> str:
+def _marked(messages: list[Json]) -> str:
     """Append the marker to the last message's text, and return the text without it."""
     content = messages[-1].get("content")
     holder, key = (messages[-1], "content")
@@ -232,7 +232,7 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -438,7 +438,7 @@ class T5Config:
         return None
 
     @property
-    def written(self) -> dict[str, Any]:
+    def written(self) -> dict[str, bool]:
         """Fields of ``config.json`` that older files express with other fields."""
         return {"scale_decoder_outputs": self.scale_decoder_outputs}
 

@@ -216,7 +216,7 @@ class Family:
     norm: tuple[str, float] = ("rms_norm_eps", 1e-6)
     """The name and the default of the norms' epsilon."""
     rope: RopeForm = field(default_factory=RopeForm)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, object] = field(default_factory=dict)
     """Configuration fields that have the same value in every model of the family."""
 
 

@@ -134,18 +134,16 @@ def read_gemma4(config: Fields) -> Gemma4Config:
     num_kv_shared_layers = config.integer("num_kv_shared_layers", 0, least=0)
     inner = shared["intermediate_size"]
     wide = 2 if config.flag("use_double_wide_mlp", False) else 1
-    experts: dict[str, Any] = {}
     if config.flag("enable_moe_block", False):
-        experts = {
+        shared |= {
             "num_experts": config.integer("num_experts"),
             "num_experts_per_tok": config.integer("top_k_experts"),
             "moe_intermediate_size": config.integer("moe_intermediate_size"),
         }
-        if experts["num_experts_per_tok"] > experts["num_experts"]:
+        if shared["num_experts_per_tok"] > shared["num_experts"]:
             raise refused(config, "top_k_experts")
     result = Gemma4Config(
         **shared,
-        **experts,
         rope=rope,
         local_rope=local_rope,
         final_logit_softcapping=read_cap(config, "final_logit_softcapping", _GEMMA4.final_cap),
@@ -178,12 +176,15 @@ def _full_attention_heads(
     ``global_head_dim`` and ``num_global_key_value_heads`` instead; the latter is used only if
     ``attention_k_eq_v`` is true.
     """
-    own = config.inner("per_layer_config") or Fields(config.file, {})
+    heads, own = (
+        shared["num_attention_heads"],
+        config.inner("per_layer_config") or Fields(config.file, {}),
+    )
     if "per_layer_config" not in config.values:
         kv_heads = shared["num_key_value_heads"]
         if attention_k_eq_v:
             kv_heads = config.integer("num_global_key_value_heads", kv_heads)
-        return _divides(config, shared, kv_heads), config.integer("global_head_dim", 512)
+        return _divides(config, heads, kv_heads), config.integer("global_head_dim", 512)
     full = {str(n): {} for n, window in enumerate(shared["windows"]) if window is None}
     layers = {**full, **own.values}
     first = next(iter(layers.values()), {})
@@ -194,11 +195,11 @@ def _full_attention_heads(
         raise refused(config, "per_layer_config")
     fields = Fields(config.file, first, "per_layer_config.")
     kv_heads = fields.integer("num_key_value_heads", shared["num_key_value_heads"])
-    return _divides(config, shared, kv_heads), fields.integer("head_dim", shared["head_dim"])
+    return _divides(config, heads, kv_heads), fields.integer("head_dim", shared["head_dim"])
 
 
-def _divides(config: Fields, shared: dict[str, Any], kv_heads: int) -> int:
-    if (heads := shared["num_attention_heads"]) % kv_heads:
+def _divides(config: Fields, heads: int, kv_heads: int) -> int:
+    if heads % kv_heads:
         raise config.wrong(
             "num_global_key_value_heads", f"a divisor of num_attention_heads = {heads}"
         )

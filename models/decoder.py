@@ -9,7 +9,7 @@ halves of the feed-forward layer. Attributes have the same names as the tensors 
 """
 
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
@@ -18,7 +18,7 @@ from jaxtyping import Array, Int
 from kvjax.core.compat import flax_0_12_list
 
 from .config import DecoderConfig
-from .frame import Frame, Layer, LayerContext, Logits, Rotary
+from .frame import Frame, Layer, LayerClass, LayerContext, Logits, Rotary
 from .layers import ACTIVATIONS, Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
 from .rope import layer_rotary
 from .sharding import Divided
@@ -142,7 +142,7 @@ class Block(nnx.Module):
 class Stack(nnx.Module):
     """Embedding, layers and the final norm."""
 
-    def __init__(self, config: DecoderConfig, block: type[Any], *, rngs: nnx.Rngs):
+    def __init__(self, config: DecoderConfig, block: LayerClass, *, rngs: nnx.Rngs):
         self.embed_tokens = Embedding(
             config.vocab_size, config.hidden_size, dtype=config.dtype, rngs=rngs
         )
@@ -160,8 +160,8 @@ class Decoder(Frame):
       stack: the class that holds the embedding, the layers and the final norm.
     """
 
-    block: ClassVar[type[Any]] = Block
-    stack: ClassVar[type[Any]] = Stack
+    block: ClassVar[LayerClass] = Block
+    stack: ClassVar[type[Stack]] = Stack
     divided: ClassVar = {
         "embed_tokens": Divided.ROWS,
         "q_proj": Divided.QUERIES,

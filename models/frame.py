@@ -2,16 +2,17 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 import kvjax
+from kvjax.attention.attend import AttentionOptions
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.transfer import fetch
@@ -74,7 +75,7 @@ def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
             )
 
 
-def check_devices(params: Any, cache: KVCache) -> None:
+def check_devices(params: PyTree, cache: KVCache) -> None:
     """Raise ``ValueError`` if parameters and cache are on different devices. Not inside ``jit``,
     where the devices are not known."""
     leaf = next(iter(jax.tree.leaves(params)), None)
@@ -104,7 +105,7 @@ class LayerContext(NamedTuple):
 
     step: kvjax.Step
     rotary: Rotary
-    extra: Any = None
+    extra: PyTree = None
 
     def attend(
         self,
@@ -112,7 +113,7 @@ class LayerContext(NamedTuple):
         queries: Queries,
         keys: KeysValues | None,
         values: KeysValues | None,
-        **options: Any,
+        **options: Unpack[AttentionOptions],
     ) -> tuple[Hidden, "LayerContext"]:
         """Append a layer's keys and values to the cache, and attend.
 
@@ -131,6 +132,7 @@ class LayerContext(NamedTuple):
 
 
 Layer = Callable[[Hidden, LayerContext], tuple[Hidden, LayerContext]]
+LayerClass = Callable[..., Layer]
 
 
 class Frame(nnx.Module):
@@ -155,7 +157,7 @@ class Frame(nnx.Module):
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
         """The input of the first layer."""
 
-    def extra(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> Any:
+    def extra(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> PyTree:
         """More inputs of the layers, computed from the tokens, the first layer's input ``x`` and
         the encoder's cache ``source``."""
         return None

@@ -15,7 +15,7 @@ experts in parallel with the dense feed-forward module.
 """
 
 from statistics import NormalDist
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from kvjax.core.compat import flax_0_12_list
 
 from . import decoder
 from .config import DecoderConfig, Gemma3nConfig, Gemma4Config, SharingConfig
-from .frame import LayerContext, Logits
+from .frame import LayerClass, LayerContext, Logits
 from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, along, split_heads, unit
 from .moe import Experts
 from .sharding import Divided
@@ -138,7 +138,7 @@ class PerLayerInputBlock(nnx.Module):
 class Stack(decoder.Stack):
     """Token embeddings, per-layer embeddings, layers and the final norm."""
 
-    def __init__(self, config: SharingConfig, block: type[Any], *, rngs: nnx.Rngs):
+    def __init__(self, config: SharingConfig, block: LayerClass, *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
         hidden, width = (
             config.hidden_size,
@@ -278,11 +278,11 @@ class Gemma3nStack(Stack):
     """Token and per-layer embeddings, layers, final norm, and the projections that create and merge
     the streams."""
 
-    def __init__(self, config: Gemma3nConfig, block: type[Any], *, rngs: nnx.Rngs):
+    def __init__(self, config: Gemma3nConfig, block: LayerClass, *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
         hidden = config.hidden_size
 
-        def others() -> Any:
+        def others() -> nnx.List:
             count = config.altup_num_inputs - 1
             return flax_0_12_list(linear(config, hidden, hidden, rngs) for _ in range(count))
 

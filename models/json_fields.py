@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError
 
 
@@ -23,7 +24,7 @@ def read_text(path: Path) -> str:
         raise CheckpointError(f"{path}: can't be read as text: {error}") from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> Json:
     """Read a JSON object from a file of a checkpoint.
 
     Raises:
@@ -43,7 +44,7 @@ class Fields:
     """The fields of a JSON object. A null field counts as missing."""
 
     file: Path
-    values: Mapping[str, Any]
+    values: Mapping[str, object]
     parent: str = ""
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
@@ -53,7 +54,7 @@ class Fields:
             value = value[:200] + "..."
         return CheckpointError(f"{self.file}: {self.parent}{name} is {value}; expected {expected}")
 
-    def raw(self, name: str, default: Any = None) -> Any:
+    def raw(self, name: str, default: object = None) -> Any:
         value = self.values.get(name)
         return default if value is None else value
 
@@ -79,7 +80,7 @@ class Fields:
             raise self.wrong(name, "true or false")
         return value
 
-    def choice(self, name: str, default: str, known: Mapping[str, Any] | tuple[str, ...]) -> str:
+    def choice(self, name: str, default: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
         value = self.raw(name, default)
         if not isinstance(value, str) or value not in known:
             raise self.wrong(name, f"one of {', '.join(sorted(known))}")

@@ -1,7 +1,6 @@
 """Layers shared by the model families. Parameters have the same names as in Transformers."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -126,7 +125,7 @@ class FeedForward(nnx.Module):
         return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
-def along(weight: Any, x: Array) -> Array:
+def along(weight: nnx.Param, x: Array) -> Array:
     """Reshape a weight [features] so that it broadcasts against ``x`` [..., features]."""
     return weight[...].reshape(*[1] * (x.ndim - 1), -1)
 

@@ -5,10 +5,11 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from kvjax.core.array_folder import expand_user
 from kvjax.core.target import Target, default_device
@@ -19,14 +20,16 @@ from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device
 
 from . import weights
-from .architecture import Architecture, Params
+from .architecture import Architecture
 from .config import DTYPES, Config
 from .config_json import read_config
 from .json_fields import Fields, read_json
 from .multimodal import other_part, read_text_fields, skipped, take_text
 from .stored import Stored, find_tensors, weight_files
 from .text import read_tokenizer
+from .weights import Params
 
+MeshChoice = Mesh | Literal["auto"] | None
 _WIDE = "gemma2", "gemma3", "gemma4", "t5"
 """Prefixes of ``model_type`` whose activations exceed the range of float16."""
 
@@ -34,9 +37,9 @@ _WIDE = "gemma2", "gemma3", "gemma4", "t5"
 def load(
     path_or_id: str | Path | None = None,
     *,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     revision: str | None = None,
-    mesh: Mesh | Literal["auto"] | None = "auto",
+    mesh: MeshChoice = "auto",
 ) -> LanguageModel:
     """Load a model, its tokenizer and its settings.
 
@@ -88,13 +91,13 @@ def load(
     config, matched = _matched(dataclasses.replace(config, dtype=computed), stored)
     reason = f"{config.model_type} exceeds the range of float16" if computed == "float32" else ""
     try:
-        params, over = _read_params(config, matched, device, mesh, check_range=chosen)
+        params, over = _read_params(config, matched, device, mesh, chosen)
     except weights.OutOfRangeError as error:
         reason = str(error)
         config = dataclasses.replace(config, dtype="float32")
     # Outside the handler, because the exception keeps the float16 tensors alive.
     if config.dtype != computed:
-        params, over = _read_params(config, matched, device, mesh)
+        params, over = _read_params(config, matched, device, mesh, False)
     if chosen:
         which = f"{default_device().device_kind} has no bfloat16"
         because = f": {reason}" if reason else ""
@@ -118,7 +121,7 @@ def _notice(line: str) -> None:
     print(f"kvjax: {line}", file=sys.stderr)
 
 
-def compute_dtype(config: Config, dtype: Any, target: Target) -> str:
+def compute_dtype(config: Config, dtype: DTypeLike | None, target: Target) -> str:
     """The dtype of computation on a target: the requested one, or the default. "" if the config
     has no dtype either."""
     if dtype is not None:
@@ -144,7 +147,7 @@ def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:
 
 
 def _read_params(
-    config: Config, matched: Stored, device: Device, mesh: Any, *, check_range: bool = False
+    config: Config, matched: Stored, device: Device, mesh: MeshChoice, check_range: bool
 ) -> tuple[Params, Mesh | None]:
     """Read the parameters, and return the mesh that they are on. With ``check_range``, raise
     ``OutOfRangeError`` for a tensor that exceeds the range of float16."""
@@ -154,33 +157,18 @@ def _read_params(
     if over is None:
         read = weights.load_tensors(matched, shapes, names, config.dtype, device, check_range)
         return read, None
-    shardings = _flat(Architecture(config).param_shardings(over))
+    shardings = dict(weights.flatten(Architecture(config).param_shardings(over)))
     read = weights.load_shares(matched, shapes, names, config.dtype, shardings, check_range)
     return read, over
 
 
 def _shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """The shapes of the model's parameters, by their names in files."""
-    leaves = _flat(Architecture(config).abstract_params())
-    return {name: tuple(leaf.shape) for name, leaf in leaves.items()}
+    leaves = weights.flatten(Architecture(config).abstract_params())
+    return {name: tuple(leaf.shape) for name, leaf in leaves}
 
 
-def _flat(params: Params) -> dict[str, Any]:
-    """Flatten nested dicts to names as in files."""
-    flat: dict[str, Any] = {}
-
-    def walk(node: Any, path: str) -> None:
-        for key, child in node.items():
-            if isinstance(child, dict):
-                walk(child, f"{path}{key}.")
-            else:
-                flat[path + key] = child
-
-    walk(params, "")
-    return flat
-
-
-def _dtype_name(dtype: Any) -> str:
+def _dtype_name(dtype: DTypeLike) -> str:
     try:
         name = jnp.dtype(dtype).name
     except TypeError:

@@ -8,7 +8,7 @@ in], assembled when the files are read.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -186,7 +186,7 @@ class Experts(nnx.Module):
         ones = jnp.ones_like(parts)
         return (parts, ones) if self.scales_inputs else (ones, parts)
 
-    def _few(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
+    def _few(self, x: Rows, weights: tuple[Array, ...], chosen: Array, parts: Array) -> Rows:
         gate, up, down = (weight[chosen] for weight in weights)
 
         def products(y: Array, each: Array) -> Array:
@@ -198,12 +198,12 @@ class Experts(nnx.Module):
         y = self.activation(products(y, gate)) * products(y, up)
         return jnp.sum(products(y, down).astype(jnp.float32) * after, axis=1)
 
-    def _many(self, x: Rows, weights: Any, chosen: Array, parts: Array) -> Rows:
+    def _many(self, x: Rows, weights: tuple[Array, ...], chosen: Array, parts: Array) -> Rows:
         tokens, experts = x.shape[0], weights[0].shape[0]
         rows = jnp.arange(tokens, dtype=jnp.int32)[:, None]
         shares = jnp.zeros((tokens, experts), jnp.float32).at[rows, chosen].set(parts)
 
-        def add(total: Array, one: Any) -> tuple[Array, None]:
+        def add(total: Array, one: tuple[tuple[Array, ...], Array]) -> tuple[Array, None]:
             (gate, up, down), share = one
             before, after = self._scales(share[:, None])
             y = (x.astype(before.dtype) * before).astype(x.dtype)

@@ -10,9 +10,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kvjax.core.reporting import readable_bytes
+from kvjax.core.typing import Json
 
 from .config_fields import EVERYWHERE, FAMILIES, RELATIVES, check_model_type, read_dtype
 from .json_fields import Fields, read_json
@@ -35,7 +35,7 @@ class _MultimodalDefaults:
     text_type: str | None
     tied: bool = False
     either: bool = False
-    missing: Mapping[str, Any] | None = None
+    missing: Mapping[str, object] | None = None
     flat: bool = False
 
 
@@ -73,7 +73,7 @@ _QWEN2_VL = {
     "num_attention_heads": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
     "max_window_layers": 80, "rope_theta": 1e6, "bos_token_id": 151643, "eos_token_id": 151645,
 }  # fmt: skip
-_SAME_AS: dict[str, tuple[str, dict[str, Any]]] = {
+_SAME_AS: dict[str, tuple[str, Json]] = {
     "gemma4_unified_text": (
         "gemma4_text",
         {
@@ -98,7 +98,7 @@ _PART = re.compile(
 )
 
 
-def _is_multimodal(values: Mapping[str, Any]) -> bool:
+def _is_multimodal(values: Mapping[str, object]) -> bool:
     name = values.get("model_type")
     if not isinstance(name, str) or name in FAMILIES or name in RELATIVES:
         return False
@@ -168,7 +168,7 @@ def _text(config: Fields) -> tuple[Fields, Fields]:
     return Fields(config.file, values, raw_text.parent), raw_text
 
 
-def _on_one_axis(rope: Mapping[str, Any]) -> dict[str, Any]:
+def _on_one_axis(rope: Json) -> Json:
     """Replace ``mrope`` by the equivalent rotary positions for text.
 
     ``mrope`` rotates each pair of channels by the token's time, row or column. All three equal the
@@ -191,7 +191,7 @@ def read_text_fields(folder: Path) -> Fields:
     return text_fields(Fields(file, read_json(file)))
 
 
-def text_config(folder: Path) -> dict[str, Any]:
+def text_config(folder: Path) -> Json:
     """The content of ``config.json``; for a multimodal checkpoint, in text-only form."""
     values = read_json(folder / "config.json")
     fields = text_fields(Fields(folder / "config.json", values))

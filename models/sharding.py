@@ -9,10 +9,11 @@ needs two all-reduces, one after each pair. Parameters are replicated along ``da
 import math
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding, shard_over
 
@@ -39,8 +40,8 @@ a rule are replicated."""
 
 
 def param_shardings(
-    shapes: Any, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
-) -> Any:
+    shapes: PyTree, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
+) -> PyTree:
     """The sharding of each parameter, in the same nested dicts.
 
     Args:
@@ -55,7 +56,7 @@ def param_shardings(
         # Sharding over COPIES too would split heads, and every device needs whole heads.
         axes |= {Divided.QUERIES: (TENSOR,), Divided.ATTENDED: (TENSOR,)}
 
-    def one(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
+    def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         rule = rules.get(path[-2].key) if len(path) > 1 else None
         if rule is None:
             return mesh_sharding.sharding(PartitionSpec())

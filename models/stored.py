@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -73,7 +72,7 @@ def _none(name: str) -> None:
     """The default of ``unused``: every tensor is needed."""
 
 
-def find_tensors(folder: Path, unused: Callable[[str], Any] = _none) -> Stored:
+def find_tensors(folder: Path, unused: Callable[[str], object] = _none) -> Stored:
     """All tensors of a checkpoint's safetensors files, by name. Reads only the headers.
 
     Args:
@@ -108,7 +107,7 @@ def find_tensors(folder: Path, unused: Callable[[str], Any] = _none) -> Stored:
     return stored
 
 
-def weight_files(folder: Path, unused: Callable[[str], Any] = _none) -> list[str]:
+def weight_files(folder: Path, unused: Callable[[str], object] = _none) -> list[str]:
     """The names of a checkpoint's weight files, which may not be downloaded yet.
 
     The names come from the index. Without an index it is the single file. Files that contain only

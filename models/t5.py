@@ -4,8 +4,8 @@ Attributes have the same names as the tensors in Transformers.
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -192,8 +192,7 @@ class EncoderBlock(nnx.Module):
         )
 
     def __call__(self, x: Hidden, bias: Bias, lengths: Counts) -> Hidden:
-        parts: Any = self.layer
-        own, feed = parts
+        own, feed = self.layer
         attention, normed = own.SelfAttention, own.layer_norm(x)
         queries = attention.queries(normed)
         keys, values = attention.keys_values(normed)
@@ -241,8 +240,7 @@ class DecoderBlock(nnx.Module):
         )
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
-        parts: Any = self.layer
-        own, across, feed = parts
+        own, across, feed = self.layer
         attention, normed = own.SelfAttention, own.layer_norm(x)
         keys, values = attention.keys_values(normed)
         attention_output, context = context.attend(
@@ -260,13 +258,14 @@ class DecoderBlock(nnx.Module):
 class Stack(nnx.Module):
     """The layers of the encoder or decoder, and the final norm."""
 
-    def __init__(self, config: T5Config, block: type[Any], layers: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: T5Config, block: Callable[..., nnx.Module], layers: int, *, rngs: nnx.Rngs
+    ):
         self.block = flax_0_12_list(block(config, layer, rngs=rngs) for layer in range(layers))
         self.final_layer_norm = norm(config)
 
     def bias(self, *, both_ways: bool) -> Bias:
-        first: Any = self.block[0]
-        return first.layer[0].SelfAttention.bias(both_ways=both_ways)
+        return self.block[0].layer[0].SelfAttention.bias(both_ways=both_ways)
 
 
 class T5(Frame):

@@ -197,7 +197,7 @@ def _special_tokens(folder: Path, config: Fields) -> dict[str, tokenizers.AddedT
     }
 
 
-def _token(config: Fields, name: str, value: Any) -> tokenizers.AddedToken:
+def _token(config: Fields, name: str, value: object) -> tokenizers.AddedToken:
     if isinstance(value, str):
         return tokenizers.AddedToken(value, special=True, normalized=False)
     known = ("single_word", "lstrip", "rstrip", "normalized", "special")

@@ -30,6 +30,10 @@ from .stored import STORED_DTYPES, Stored, StoredTensor
 HEAD = "lm_head.weight"
 
 
+Params = dict[str, Any]
+"""Nested dicts of arrays. The keys on the path to an array are the parts of its name."""
+
+
 class OutOfRangeError(ValueError):
     """A tensor's values are outside the range of float16."""
 
@@ -171,7 +175,7 @@ def load_tensors(
     dtype: str,
     device: Device,
     check_range: bool = False,
-) -> dict[str, Any]:
+) -> Params:
     """Read tensors onto one device.
 
     Returns:
@@ -180,7 +184,7 @@ def load_tensors(
     Raises:
       OutOfRangeError: with ``check_range``, if a tensor is outside the range of float16.
     """
-    params: dict[str, Any] = {}
+    params: Params = {}
     buffer = _Buffer(shapes.values(), dtype) if device.platform() == "cpu" else None
     for number, (name, shape) in enumerate(shapes.items()):
         report_progress("loading", number, len(shapes))
@@ -205,7 +209,7 @@ def load_shares(
     dtype: str,
     shardings: dict[str, NamedSharding],
     check_range: bool = False,
-) -> dict[str, Any]:
+) -> Params:
     """Read tensors onto a mesh: each device gets its shard of each tensor.
 
     Returns:
@@ -214,7 +218,7 @@ def load_shares(
     Raises:
       OutOfRangeError: with ``check_range``, if a tensor is outside the range of float16.
     """
-    params: dict[str, Any] = {}
+    params: Params = {}
     for number, (name, shape) in enumerate(shapes.items()):
         report_progress("loading", number, len(shapes))
         values = stored[name].read()
@@ -223,11 +227,9 @@ def load_shares(
         if check_range:
             values = _converted(name, values, dtype, check_range)
 
-        shares: dict[Any, np.ndarray] = {}
+        shares: dict[tuple[object, ...], np.ndarray] = {}
 
-        def share(
-            index: Any, values: np.ndarray = values, shares: dict[Any, np.ndarray] = shares
-        ) -> np.ndarray:
+        def share(index: Any, values: np.ndarray = values, shares: dict = shares) -> np.ndarray:
             # Devices with the same shard share one copy. A view would keep the whole tensor alive.
             place = tuple((each.start, each.stop) for each in index)
             if place not in shares:
@@ -254,7 +256,16 @@ def _converted(name: str, values: np.ndarray, dtype: str, check_range: bool) -> 
     return values
 
 
-def _enter(params: dict[str, Any], name: str, array: Any) -> None:
+def flatten(params: Params, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The arrays, or other leaves, of nested dicts, with their names in files."""
+    for key, child in params.items():
+        if isinstance(child, dict):
+            yield from flatten(child, f"{path}{key}.")
+        else:
+            yield path + key, child
+
+
+def _enter(params: Params, name: str, array: jax.Array) -> None:
     *path, last = name.split(".")
     for part in path:
         params = params.setdefault(part, {})
@@ -301,7 +312,7 @@ _COPIED = (
 )  # fmt: skip
 
 
-def save(config: Config, params: Any, source: Path, folder: Path) -> None:
+def save(config: Config, params: Params, source: Path, folder: Path) -> None:
     """Write a checkpoint in the Transformers format.
 
     Args:
@@ -334,7 +345,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
     written |= getattr(config, "written", {})
     written.pop("quantization_config", None)
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
-    shards = list(_shards(_flat(params)))
+    shards = list(_shards(flatten(params)))
     total = sum(leaf.nbytes for shard in shards for leaf in shard.values())
     where = {}
     for number, shard in enumerate(shards, 1):
@@ -352,7 +363,7 @@ def save(config: Config, params: Any, source: Path, folder: Path) -> None:
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _as_stored(shard: dict[str, Any], config: Config) -> dict[str, np.ndarray]:
+def _as_stored(shard: dict[str, jax.Array], config: Config) -> dict[str, np.ndarray]:
     """Parameters on the host, with the names and layouts of the files."""
     names, tensors = config.names, {}
     for name, leaf in shard.items():
@@ -362,9 +373,9 @@ def _as_stored(shard: dict[str, Any], config: Config) -> dict[str, np.ndarray]:
     return {renamed(name, names.written): values for name, values in parts}
 
 
-def _shards(leaves: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+def _shards(leaves: Iterator[tuple[str, jax.Array]]) -> Iterator[dict[str, jax.Array]]:
     """Group named arrays into files."""
-    shard: dict[str, Any] = {}
+    shard: dict[str, jax.Array] = {}
     for name, leaf in leaves:
         # Keep a layer's experts in one file: two of their matrices may be fused into one tensor.
         stack, inside, _ = name.partition(".experts.")
@@ -375,11 +386,3 @@ def _shards(leaves: Iterator[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
             shard = {}
         shard[name] = leaf
     yield shard
-
-
-def _flat(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, child in node.items():
-        if isinstance(child, dict):
-            yield from _flat(child, f"{path}{key}.")
-        else:
-            yield path + key, child

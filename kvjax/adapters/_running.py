@@ -9,12 +9,12 @@ import contextvars
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax.numpy as jnp
-from jaxtyping import Float
+from jaxtyping import Float, PyTree
 
-from kvjax.attention.attend import self_attend
+from kvjax.attention.attend import AttentionOptions, self_attend
 from kvjax.attention.step import Step, step
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
@@ -48,7 +48,7 @@ class RunningCall:
         values: TokensFirst,
         *,
         rotary: RotaryTable | None = None,
-        **sight: Any,
+        **sight: Unpack[AttentionOptions],
     ) -> TokensFirst:
         """``kvjax.Step.attend`` with the axes of ``TokensFirst``."""
         if self._ended:
@@ -99,7 +99,7 @@ def positions(tokens: Array) -> Positions:
 
 
 def call_model(
-    model: Callable[..., Any], tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+    model: Callable[..., PyTree], tokens: Tokens, cache: KVCache | None, lengths: Counts | None
 ) -> tuple[Array, KVCache | None]:
     """Call a model and return (logits, cache).
 
@@ -126,17 +126,17 @@ class CachedAttention:
     """
 
     layer: int
-    own: Callable[..., Any]
+    own: Callable[..., TokensFirst]
     rotary: RotaryTable | None
-    sight: tuple[tuple[str, Any], ...]
+    sight: AttentionOptions
 
     @property
     def __signature__(self) -> inspect.Signature:
         """The signature of ``own``, because Linen passes only arguments that the signature has."""
         return inspect.signature(self.own)
 
-    def _key(self) -> tuple[Any, ...]:
-        return self.layer, self.own, id(self.rotary), self.sight
+    def _key(self) -> tuple[object, ...]:
+        return self.layer, self.own, id(self.rotary), *sorted(self.sight.items())
 
     def __hash__(self) -> int:
         return hash(self._key())
@@ -148,7 +148,7 @@ class CachedAttention:
         self, query: TokensFirst, key: TokensFirst, value: TokensFirst, *args: Any, **options: Any
     ) -> TokensFirst:
         """Attention on arrays [batch, new, heads, head_dim]."""
-        call, sight = current_call(), dict(self.sight)
+        call, sight = current_call(), self.sight
         if call is None and self.rotary is None and not sight:
             return self.own(query, key, value, *args, **options)
         if options.get("dropout_rate") and not options.get("deterministic", False):
@@ -160,7 +160,7 @@ class CachedAttention:
 
 
 def cached_attention(
-    layer: int, own: Callable[..., Any], rotary: RotaryTable | None, sight: dict[str, Any]
+    layer: int, own: Callable[..., TokensFirst], rotary: RotaryTable | None, sight: AttentionOptions
 ) -> CachedAttention:
     """The ``attention_fn`` of a layer.
 
@@ -170,4 +170,4 @@ def cached_attention(
     Raises:
       ValueError: if ``layer`` is not a layer index.
     """
-    return CachedAttention(check_layer_number(layer), own, rotary, tuple(sorted(sight.items())))
+    return CachedAttention(check_layer_number(layer), own, rotary, sight)

@@ -2,13 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Float, PyTree
 
+from kvjax.attention.attend import AttentionOptions
 from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
@@ -24,7 +25,7 @@ def attend(
     layer: LayerNumber,
     *,
     rotary: RotaryTable | None = None,
-    **sight: Any,
+    **sight: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "batch new out"], Step]:
     """Causal self-attention with a cache, with an ``eqx.nn.MultiheadAttention``'s projections.
 
@@ -55,7 +56,7 @@ def attend(
     return _map_tokens(attention.output_proj, output), call
 
 
-def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", PyTree]:
+def as_function(model: eqx.Module) -> tuple["ModelFunction", PyTree]:
     """``apply`` and ``params`` of a model for ``kvjax.language_model``.
 
     The model is called with ``(tokens, cache, lengths)`` and returns ``(logits, cache)``.
@@ -69,7 +70,7 @@ def as_function(model: Callable[..., Any]) -> tuple["ModelFunction", PyTree]:
 class ModelFunction:
     """A model without its arrays; equal for models of the same structure."""
 
-    leaves: tuple[Any, ...]
+    leaves: tuple[object, ...]
     structure: Any
 
     @property
@@ -82,7 +83,7 @@ class ModelFunction:
         self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
         """Run the model."""
-        model: Any = eqx.combine(params, self.structure.unflatten(self.leaves))
+        model = eqx.combine(params, self.structure.unflatten(self.leaves))
         return model(tokens, cache, lengths)
 
 

@@ -16,22 +16,23 @@ from kvjax.attention.step import Step
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.core.validation import as_int
-from kvjax.generation.detokenizer import TextStream
+from kvjax.generation.detokenizer import TextStream, Tokenizer
 from kvjax.generation.loaded_model import LanguageModel, without_weak_types
-from kvjax.generation.model import GenerationDefaults, apply_in_chunks
+from kvjax.generation.model import GenerationDefaults, ModelConfig, apply_in_chunks
 from kvjax.placement.mesh import shard_over
 from kvjax.policies.model_config import common_heads, decoder_config, layer_heads
 
+ApplyFunction = Callable[..., tuple[Array, KVCache | None]]
 _REQUIRED = ("params", "tokens", "cache", "lengths")
 _OPTIONAL = ("last_only", "max_len")
 """Arguments that a function receives if it has parameters of these names."""
 
 
 def language_model(
-    apply: Callable[..., Any],
-    config: Any,
+    apply: ApplyFunction,
+    config: object,
     params: PyTree,
-    tokenizer: Any = None,
+    tokenizer: object = None,
     *,
     eos_token_ids: int | Sequence[int] | None = None,
     pad_token_id: int | None = None,
@@ -74,10 +75,10 @@ def language_model(
       ValueError: if ``apply`` lacks a parameter or is not hashable, the config lacks a number, a
         token is not in the vocabulary, or ``params`` has no arrays.
     """
-    config = _config(config, params)
-    vocab = as_int("the config's vocab_size", config.vocab_size, 1)
+    own = _config(config, params)
+    vocab = as_int("the config's vocab_size", own.vocab_size, 1)
     if eos_token_ids is None:
-        eos_token_ids = getattr(config, "eos_token_id", None)
+        eos_token_ids = getattr(own, "eos_token_id", None)
     ends = _ids(eos_token_ids)
     for token in (*ends, *_ids(pad_token_id)):
         if as_int("a token", token, 0) >= vocab:
@@ -86,14 +87,14 @@ def language_model(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     leaves, structure = jax.tree.flatten(shapes)
     model = FunctionModel(
-        apply, vocab, _optional_parameters(apply, name), structure, tuple(leaves), config, specs
+        apply, vocab, _optional_parameters(apply, name), structure, tuple(leaves), own, specs
     )
     defaults = GenerationDefaults(eos_token_ids=ends, pad_token_id=pad_token_id)
     params = without_weak_types(params)
-    return LanguageModel(config, params, as_tokenizer(tokenizer), defaults, model, source=name)
+    return LanguageModel(own, params, as_tokenizer(tokenizer), defaults, model, source=name)
 
 
-def _config(config: Any, params: PyTree) -> Any:
+def _config(config: object, params: PyTree) -> Any:
     """The decoder's config, with a dtype."""
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
@@ -117,20 +118,20 @@ def _config(config: Any, params: PyTree) -> Any:
 class _ConfigWith:
     """A config with additional attributes."""
 
-    def __init__(self, config: Any, **attributes: Any) -> None:
+    def __init__(self, config: object, **attributes: object) -> None:
         vars(self).update(attributes, _config=config)
 
     def get_text_config(self, decoder: bool = True) -> "_ConfigWith":
         """The config itself, which is already the decoder's."""
         return self
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._config, name)
 
 
-def _optional_parameters(apply: Callable[..., Any], name: str) -> tuple[str, ...]:
+def _optional_parameters(apply: ApplyFunction, name: str) -> tuple[str, ...]:
     """The optional parameters that a function has; an error if it lacks a required one."""
     try:
         hash(apply)
@@ -143,7 +144,7 @@ def _optional_parameters(apply: Callable[..., Any], name: str) -> tuple[str, ...
     return tuple(name for name in _OPTIONAL if name in signature.parameters)
 
 
-def _ids(tokens: Any) -> tuple[int, ...]:
+def _ids(tokens: int | Iterable[int] | None) -> tuple[int, ...]:
     if tokens is None:
         return ()
     return tuple(int(i) for i in tokens) if isinstance(tokens, Iterable) else (tokens,)
@@ -158,12 +159,12 @@ class FunctionModel:
     caches and shardings, which are arguments of the programs.
     """
 
-    function: Callable[..., Any]
+    function: ApplyFunction
     vocab: int
     optional: tuple[str, ...]
-    structure: Any
+    structure: object
     leaves: tuple[jax.ShapeDtypeStruct, ...]
-    config: Any
+    config: ModelConfig
     specs: PyTree
 
     in_one_piece = True
@@ -195,12 +196,14 @@ class FunctionModel:
         lengths: Counts | None = None,
         last_only: bool = False,
         max_len: int | None = None,
-    ) -> Any:
+    ) -> PyTree:
         """See ``kvjax.models.Architecture.apply``."""
         tokens = jnp.asarray(tokens)
         optional = {"last_only": last_only, "max_len": max_len}
 
-        def run(tokens: Tokens, cache: KVCache | None, lengths: Counts | None) -> Any:
+        def run(
+            tokens: Tokens, cache: KVCache | None, lengths: Counts | None
+        ) -> tuple[Array, KVCache]:
             options = {name: optional[name] for name in self.optional}
             result = self.function(params, tokens, cache, lengths, **options)
             logits, after = self._check(result, tokens.shape, cache, last_only)
@@ -214,7 +217,7 @@ class FunctionModel:
 
     def abstract_params(self) -> PyTree:
         """Shapes and dtypes of the parameters."""
-        return self.structure.unflatten(self.leaves)
+        return jax.tree.unflatten(self.structure, self.leaves)
 
     def param_shardings(self, mesh: Mesh | AbstractMesh) -> PyTree:
         """The sharding of each parameter over a mesh.
@@ -290,7 +293,7 @@ def _type(x: Any) -> str:
     return f"a {type(x).__name__}"
 
 
-def as_tokenizer(tokenizer: Any) -> Any:
+def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
     """Adapt a tokenizer for generation; None and tokenizers of kvjax are returned unchanged.
 
     Raises:

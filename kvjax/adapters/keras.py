@@ -16,7 +16,7 @@ __all__ = ["GroupQueryAttention", "MultiHeadAttention", "as_function", "position
 class _IndexedLayer(keras.layers.Layer):
     """A layer with its index in the model."""
 
-    def __init__(self, *args: Any, layer: int, **options: Any) -> None:
+    def __init__(self, *args: object, layer: int, **options: object) -> None:
         """Create a layer with Keras's arguments and its index ``layer``.
 
         Raises:
@@ -25,7 +25,7 @@ class _IndexedLayer(keras.layers.Layer):
         super().__init__(*args, **options)
         self.layer = check_layer_number(layer)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, object]:
         """Keras's config, with ``layer``."""
         return {**super().get_config(), "layer": self.layer}
 
@@ -39,7 +39,7 @@ class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
-    ) -> Any:
+    ):
         call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)
@@ -54,7 +54,7 @@ class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
 
     def _compute_attention(
         self, query: Array, key: Array, value: Array, *args: Any, **options: Any
-    ) -> Any:
+    ):
         call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)

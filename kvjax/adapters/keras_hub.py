@@ -11,7 +11,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import PyTree
-from keras import StatelessScope
+from keras import Model, StatelessScope
 from keras_hub.src.vllm.context import vllm_context_scope  # pyright: ignore[reportMissingImports]
 
 from kvjax.adapters import keras
@@ -24,7 +24,7 @@ from kvjax.generation.loaded_model import LanguageModel
 __all__ = ["as_language_model"]
 
 
-def as_language_model(model: Any, **options: Any) -> LanguageModel:
+def as_language_model(model: Model, **options: Any) -> LanguageModel:
     """Turn a ``keras_hub`` ``CausalLM`` into a model for ``kvjax.generate`` and other functions.
 
     Args:
@@ -63,7 +63,7 @@ def as_language_model(model: Any, **options: Any) -> LanguageModel:
 class CausalFunction:
     """A backbone and its tied head as a pure function."""
 
-    backbone: Any
+    backbone: Model
 
     @property
     def __name__(self) -> str:
@@ -139,7 +139,7 @@ class _Tokenizer:
         return str(self.tokenizer.detokenize(ids))
 
 
-def _number(backbone: Any, *names: str, default: int | None = None) -> int:
+def _number(backbone: object, *names: str, default: int | None = None) -> int:
     for name in names:
         if getattr(backbone, name, None) is not None:
             return int(getattr(backbone, name))

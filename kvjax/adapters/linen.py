@@ -2,12 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import flax.linen as nn
 from jaxtyping import PyTree
 
 from kvjax.adapters._running import TokensFirst, cached_attention, call_model, positions, running
+from kvjax.attention.attend import AttentionOptions
 from kvjax.cache.state import KVCache
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import Array, Counts, Tokens
@@ -16,7 +17,7 @@ __all__ = ["as_function", "attention_fn", "positions", "running"]
 
 
 def attention_fn(
-    layer: int, *, rotary: RotaryTable | None = None, **sight: Any
+    layer: int, *, rotary: RotaryTable | None = None, **sight: Unpack[AttentionOptions]
 ) -> Callable[..., TokensFirst]:
     """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache.
 

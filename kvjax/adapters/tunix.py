@@ -16,6 +16,7 @@ from kvjax.adapters.nnx import as_function
 from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array
+from kvjax.generation.model import Model
 from kvjax.policies.presets import PolicyChoice
 from kvjax.rollouts.program import rollout
 from kvjax.sampling.scores import take_tokens
@@ -35,10 +36,10 @@ class KvjaxRollout(base_rollout.BaseRollout):
         self,
         rollout_actor: nnx.Module,
         tokenizer: Any,
-        mesh: Any = None,
+        mesh: object = None,
         rollout_config: base_rollout.RolloutConfig | None = None,
         *,
-        config: Any,
+        config: object,
         cache: PolicyChoice = "static",
     ) -> None:
         """Create a rollout worker.
@@ -62,7 +63,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         self._lm = language_model(apply, config, params, eos_token_ids=self.eos_id())
 
     def generate(
-        self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: Any
+        self, prompts: list[str], rollout_config: base_rollout.RolloutConfig, **kwargs: object
     ) -> base_rollout.RolloutOutput:
         """Sample a completion for each prompt.
 
@@ -118,7 +119,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         )
 
     def get_per_token_logps(
-        self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **kwargs: Any
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **kwargs: object
     ) -> jax.Array:
         """float32[batch, new]: log-probabilities of completions, from one pass without a cache.
 
@@ -132,7 +133,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
             jnp.int32(self.pad_id()),
         )
 
-    def update_params(self, params: PyTree, filter_types: tuple[Any, ...] | None = None) -> None:
+    def update_params(self, params: PyTree, filter_types: tuple[object, ...] | None = None) -> None:
         """Set the actor's parameters: its whole state, or only the trainable part."""
         own = dict(nnx.to_flat_state(nnx.state(self._actor)))
         new = {}
@@ -164,7 +165,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
         return ids if deduplicate is None else list(deduplicate(ids))
 
 
-def _seed(seed: Any, calls: int) -> Any:
+def _seed(seed: int | Array | None, calls: int) -> int | Array:
     """A seed from a number or a JAX key; without one, the number of the call."""
     if seed is None:
         return calls
@@ -175,7 +176,7 @@ def _seed(seed: Any, calls: int) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _logps(model: Any, params: PyTree, prompts: Array, completions: Array, pad: Array) -> Array:
+def _logps(model: Model, params: PyTree, prompts: Array, completions: Array, pad: Array) -> Array:
     """float32[batch, new]; rows are shifted so that each starts with its first real token."""
     real, (width, new) = prompts != pad, (prompts.shape[1], completions.shape[1])
     padding = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)

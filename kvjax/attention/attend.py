@@ -9,12 +9,13 @@ dynamic length, and differentiable. ``paths.py`` lists the other paths and when 
 
 import functools
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from kvjax.attention.blocks import blockwise
 from kvjax.attention.mask import Bias, Mask, device_bias
@@ -35,6 +36,17 @@ from kvjax.core.validation import check_not_symbolic
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.policies.cache_policy import CachePolicy
+
+
+class AttentionOptions(TypedDict, total=False):
+    """The keywords that ``attend`` and ``self_attend`` share; ``attend`` explains them."""
+
+    scale: float | None
+    window: int | None
+    sinks: int
+    chunk: int | None
+    soft_cap: float | None
+    bias: Bias | None
 
 
 @automatic_axes
@@ -240,7 +252,7 @@ def _attend_by_kernel(
 
 @_attend_by_kernel.defjvp
 def _attend_by_kernel_jvp(
-    target: Target, path: Path, primals: tuple[Any, ...], tangents: tuple[Any, ...]
+    target: Target, path: Path, primals: tuple[PyTree, ...], tangents: tuple[PyTree, ...]
 ) -> tuple[AttentionOutput, AttentionOutput]:
     return jax.jvp(functools.partial(_attend_once, target, blockwise), primals, tangents)
 

@@ -1,11 +1,12 @@
 """A step: one call of a model, in which every layer appends keys and values and attends."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from kvjax.attention.attend import attend, self_attend
+from kvjax.attention.attend import AttentionOptions, attend, self_attend
 from kvjax.cache.appending import advance, append, begin_append
 from kvjax.cache.checks import validated
 from kvjax.cache.explicit_axes import automatic_axes
@@ -44,7 +45,7 @@ class Step:
         values: KeysValues | None = None,
         *,
         rotary: RotaryTable | None = None,
-        **sight: Any,
+        **sight: Unpack[AttentionOptions],
     ) -> tuple[AttentionOutput, "Step"]:
         """Append a layer's keys and values, and attend with its queries.
 
@@ -110,7 +111,7 @@ def _between_layers(cache: KVCache) -> KVCache:
 
 
 @automatic_axes
-def step(cache: KVCache | None, tokens: Any, *, lengths: Counts | None = None) -> Step:
+def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = None) -> Step:
     """Begin one call of a model, and pass the result from layer to layer::
 
         call = kvjax.step(cache, tokens, lengths=lengths)

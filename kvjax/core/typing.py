@@ -5,10 +5,14 @@ call, ``slots`` token slots of a cache, ``head_dim`` channels per head. Aliases 
 public functions also accept NumPy arrays.
 """
 
+from typing import Any, TypeAlias
+
 import numpy as np
 from jaxtyping import Array as Array
 from jaxtyping import Bool, Float, Int, Integer
 
+Json: TypeAlias = dict[str, Any]
+"""An object of JSON, parsed. Its values are checked where they are read."""
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
 AttentionOutput = Float[Array, "batch heads new head_dim"]
 KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]

@@ -11,11 +11,11 @@ are drawn at random for each sequence, so they can't be memorized.
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.creation import init_cache
 from kvjax.cache.state import KVCache
@@ -28,6 +28,7 @@ from kvjax.quality.evaluation import CHUNK, check_named, grow_to_hold
 from kvjax.quality.metrics import CacheBytes, cache_bytes
 
 from .. import load
+from ..architecture import Architecture
 from . import FOLDER
 
 KEYS = 256
@@ -190,7 +191,9 @@ def rows(results: Mapping[str, Recall]) -> list[list[str]]:
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
-def _first(model: Any, params: Any, tokens: Array, cache: KVCache) -> tuple[Array, KVCache]:
+def _first(
+    model: Architecture, params: PyTree, tokens: Array, cache: KVCache
+) -> tuple[Array, KVCache]:
     """The most likely next token after each token, int32[batch, new]."""
     logits, cache = model.apply(params, tokens, cache)
     return jnp.argmax(logits, axis=-1), cache

@@ -1,17 +1,18 @@
 """Generate the model card from the measured figures."""
 
 from pathlib import Path
-from typing import Any
+
+from kvjax.core.typing import Json
 
 from .recipe import Recipe
 
 
-def write_card(figures: dict[str, Any], recipe: Recipe, file: Path) -> None:
+def write_card(figures: Json, recipe: Recipe, file: Path) -> None:
     """Write the model card, ``README.md``."""
     file.write_text(_card(figures, recipe), encoding="utf-8")
 
 
-def _card(figures: dict[str, Any], recipe: Recipe) -> str:
+def _card(figures: Json, recipe: Recipe) -> str:
     parts, model = figures["parts"], figures["model"]
     seen = recipe.steps * recipe.rows * recipe.context
     epochs = seen / parts["train"]["tokens"]
@@ -127,7 +128,7 @@ def _row(name: str, values: dict[str, float]) -> str:
     )
 
 
-def _others(figures: dict[str, Any]) -> str:
+def _others(figures: Json) -> str:
     others = figures.get("other_versions", {})
     if not others:
         return ""
@@ -152,7 +153,7 @@ def _how_far(bucket: int, losses: list[float]) -> str:
     return f"{reached}, and is at most {rise:.4f} higher after that."
 
 
-def _samples(figures: dict[str, Any]) -> str:
+def _samples(figures: Json) -> str:
     blocks = []
     for sample in figures["samples"]:
         text = (sample["prompt"] + sample["text"]).rstrip()

@@ -9,19 +9,19 @@ import functools
 import json
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
 
+from kvjax.core.typing import Array, Json
 from kvjax.generation.loaded_model import LanguageModel
 
-from ..architecture import Architecture
+from ..architecture import Architecture, Params
 from ..loading import load
 from .card import write_card
 from .corpus import PARTS, read_parts
@@ -66,7 +66,7 @@ class Losses:
 
 
 def window_losses(
-    architecture: Architecture, params: Any, windows: np.ndarray, *, rows: int = 4
+    architecture: Architecture, params: Params, windows: np.ndarray, *, rows: int = 4
 ) -> np.ndarray:
     """The loss of each token after the first in each window: float32[windows, length - 1]."""
     run = _compiled(architecture)
@@ -79,7 +79,7 @@ def window_losses(
 
 
 @functools.lru_cache(maxsize=8)
-def _compiled(architecture: Architecture) -> Any:
+def _compiled(architecture: Architecture) -> Callable[[Params, Array], Array]:
     return jax.jit(functools.partial(token_losses, architecture))
 
 
@@ -141,7 +141,7 @@ def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
     return float(window_losses(lm.architecture, lm.params, windows).mean())
 
 
-def figures(lm: LanguageModel) -> dict[str, Any]:
+def figures(lm: LanguageModel) -> Json:
     """Measure all figures of the model card."""
     from kvjax.generation.generator import generate
 

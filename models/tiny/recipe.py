@@ -1,11 +1,11 @@
 """The embedded model's architecture and training hyperparameters."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import optax
-from jaxtyping import Array
+from jax.tree_util import KeyPath
+from jaxtyping import Array, PyTree
 from optax.contrib import MuonDimensionNumbers, muon
 
 from ..architecture import Params
@@ -78,8 +78,8 @@ def optimizer(recipe: Recipe) -> optax.GradientTransformation:
             [recipe.warmup, max(recipe.warmup, recipe.steps - falling)],
         )
 
-    def matrices(params: Any) -> Any:
-        def choose(path: Any, x: Array) -> Any:
+    def matrices(params: PyTree) -> PyTree:
+        def choose(path: KeyPath, x: Array) -> MuonDimensionNumbers | None:
             is_matrix = x.ndim == 2 and "embed_tokens" not in jax.tree_util.keystr(path)
             return MuonDimensionNumbers() if is_matrix else None
 

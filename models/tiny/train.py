@@ -13,7 +13,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,15 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import tokenizers
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, PyTree
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.numpy import save_file
 
+from kvjax.core.typing import Json
+
 from ..architecture import Architecture, Params
 from ..config import LlamaConfig
+from ..weights import flatten
 from .corpus import read_parts
 from .data import Data, save_tokenizer, train_tokenizer
 from .recipe import Recipe, optimizer
@@ -91,11 +94,11 @@ class Trainer:
         self.workdir.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(mine, indent=1), encoding="utf-8")
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self) -> dict[str, PyTree]:
         params = self.architecture.init_params(self.recipe.seed)
         return {"params": params, "optimizer": self.optimizer.init(params)}
 
-    def _update(self, state: dict[str, Any], windows: Array) -> tuple[dict[str, Any], Array]:
+    def _update(self, state: dict[str, PyTree], windows: Array) -> tuple[dict[str, PyTree], Array]:
         def mean_loss(params: Params) -> Array:
             return self.loss(self.architecture, params, windows).mean()
 
@@ -202,7 +205,7 @@ def main() -> None:
     train(Recipe(**options), workdir, out, every=every)
 
 
-def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
+def export(params: Params, config: LlamaConfig, folder: Path) -> None:
     """Write ``config.json``, ``generation_config.json`` and ``model.safetensors`` in bfloat16.
 
     The tied head is omitted, as in Transformers. Weights are written to a temporary file and then
@@ -210,7 +213,7 @@ def export(params: dict[str, Any], config: LlamaConfig, folder: Path) -> None:
     """
     tensors = {
         name: np.ascontiguousarray(np.asarray(jax.device_get(x)).astype(jnp.bfloat16))
-        for name, x in _flat(params, "")
+        for name, x in flatten(params)
     }
     unfinished = folder / "model.safetensors.unfinished"
     save_file(tensors, unfinished, metadata={"format": "pt"})
@@ -264,15 +267,7 @@ def plot_losses(entries: Sequence[dict[str, float]], tokens: int, file: Path) ->
     figure.savefig(file, dpi=120)
 
 
-def _flat(node: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    for key, child in node.items():
-        if isinstance(child, dict):
-            yield from _flat(child, f"{path}{key}.")
-        else:
-            yield path + key, child
-
-
-def _write(file: Path, values: dict[str, Any]) -> None:
+def _write(file: Path, values: Json) -> None:
     file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
