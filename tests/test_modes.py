@@ -72,8 +72,9 @@ def generated(**settings: Any) -> Any:
 
 DRAWN = {"temperature": 0.9, "top_p": 0.95, "seed": 3}
 CONTROLS = {
-    **DRAWN, "top_k": 20, "min_p": 0.01, "typical_p": 0.95, "repetition_penalty": 1.1,
-    "frequency_penalty": 0.3, "presence_penalty": 0.2, "no_repeat_ngram_size": 3,
+    **DRAWN, "top_k": 20, "min_p": 0.01, "typical_p": 0.95, "xtc_probability": 0.5,
+    "repetition_penalty": 1.1, "frequency_penalty": 0.3, "presence_penalty": 0.2,
+    "no_repeat_ngram_size": 3,
     "logit_bias": {3: 1.0}, "min_new_tokens": 2, "logprobs": 3,
 }  # fmt: skip
 
