@@ -96,7 +96,7 @@ def max_sequence_length(lm: LanguageModel, limits: InferenceLimits) -> int:
     """
     length = limits.max_seq_len or position_limit(lm.config)
     if length is None:
-        raise ValueError("this model has no maximum length: give max_seq_len of limits=")
+        raise ValueError("this model has no maximum length: give limits=InferenceLimits(max_seq_len=...)")
     return length
 
 
