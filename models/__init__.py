@@ -10,6 +10,7 @@ from kvjax.generation.model import GenerationDefaults
 
 from .architecture import Architecture, first_layers
 from .config import (
+    Cohere2Config,
     Gemma3nConfig,
     Gemma4Config,
     GemmaConfig,
@@ -31,6 +32,7 @@ from .text import Tokenizer
 
 __all__ = [
     "Architecture",
+    "Cohere2Config",
     "GPT2Config",
     "Gemma3nConfig",
     "Gemma4Config",

@@ -22,7 +22,9 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import apply_in_chunks
 from kvjax.policies.model_config import common_heads
 
+from .cohere2 import Cohere2
 from .config import (
+    Cohere2Config,
     Config,
     Gemma3nConfig,
     Gemma4Config,
@@ -50,6 +52,7 @@ from .weights import Params, save
 
 FAMILIES: dict[type, type[Frame]] = {
     LlamaConfig: Decoder,
+    Cohere2Config: Cohere2,
     GemmaConfig: Decoder,
     GPT2Config: GPT2,
     Gemma3nConfig: Gemma3n,

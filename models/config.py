@@ -82,12 +82,17 @@ class DecoderConfig:
       qk_norm: whether queries and keys are normalized, each head on its own.
       qk_norm_joint: whether that norm spans all heads.
       rope: rotary positions.
+      rope_layers: whether each layer has rotary positions; empty if all have. The others have no
+        positions.
+      rope_interleaved: whether each channel is rotated with the next one. Otherwise it is rotated
+        with the one half a head further.
       local_rope: rotary positions of layers with a window; None if they are the same.
       windows: the window of each layer. The query at position ``p`` sees positions above
         ``p - window``; None sees all.
       dtype: the dtype of computation and, by default, of the cache.
       norm_offset: norms scale by ``norm_offset + weight``.
       wide_norms: whether norms scale in float32. Norms with an offset always do.
+      centered_norms: whether norms subtract the mean first: layer norms without a bias.
       pre_norms, post_norms: whether attention and feed-forward are normalized before and after.
       scale_embeddings: whether embeddings are multiplied by the square root of their width.
       query_pre_attn_scalar: scores are divided by its square root; None means ``head_dim``.
@@ -115,8 +120,11 @@ class DecoderConfig:
     dtype: str = "float32"
     _: KW_ONLY
     local_rope: RopeConfig | None = None
+    rope_layers: tuple[bool, ...] = ()
+    rope_interleaved: bool = False
     norm_offset: float = 0.0
     wide_norms: bool = False
+    centered_norms: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     qk_norm_joint: bool = False
@@ -144,7 +152,8 @@ class DecoderConfig:
     @property
     def context(self) -> int:
         """The context length that the model was trained for, in tokens."""
-        return max(rope.context(self.max_position_embeddings) for rope in self.ropes)
+        trained = self.max_position_embeddings
+        return max((rope.context(trained) for rope in self.ropes if rope), default=trained)
 
     @property
     def query_scale(self) -> float:
@@ -153,15 +162,19 @@ class DecoderConfig:
         return (self.head_dim if scalar is None else scalar) ** -0.5
 
     @property
-    def ropes(self) -> tuple[RopeConfig, ...]:
-        """The rotary positions of each layer."""
+    def ropes(self) -> tuple[RopeConfig | None, ...]:
+        """The rotary positions of each layer; None for layers without."""
         local = self.local_rope or self.rope
-        return tuple(self.rope if window is None else local for window in self.windows)
+        rotated = self.rope_layers or (True,) * self.num_hidden_layers
+        return tuple(
+            (self.rope if window is None else local) if rotates else None
+            for window, rotates in zip(self.windows, rotated, strict=True)
+        )
 
     def same_rotary(self, max_len: int, other: int) -> bool:
         """Whether caches of these two capacities rotate keys with the same frequencies."""
         trained = self.max_position_embeddings
-        return all(rope.same_at(max_len, other, trained) for rope in set(self.ropes))
+        return all(rope.same_at(max_len, other, trained) for rope in set(self.ropes) if rope)
 
 
 @dataclass(frozen=True)
@@ -218,6 +231,14 @@ class GPT2Config:
 
 
 @dataclass(frozen=True)
+class Cohere2Config(DecoderConfig):
+    """A Cohere 2 model. ``logit_scale``: the factor of the logits."""
+
+    _: KW_ONLY
+    logit_scale: float
+
+
+@dataclass(frozen=True)
 class Phi3Config(DecoderConfig):
     """A model of the Phi-3 family, with fused projections."""
 
@@ -267,7 +288,6 @@ class Llama4Config(MoeConfig):
     """The text part of Llama 4. ``windows`` are chunk sizes: a query sees only its own chunk.
 
     Attributes:
-      rope_layers: whether each layer has rotary positions. The others have no positions.
       use_qk_norm: whether layers with rotary positions normalize queries and keys (RMS, no weight).
       attn_temperature: in layers without rotary positions, queries are scaled by
         ``1 + factor * log(1 + floor((position + 1) / step))``. This is (factor, step), or None.
@@ -275,7 +295,6 @@ class Llama4Config(MoeConfig):
     """
 
     _: KW_ONLY
-    rope_layers: tuple[bool, ...]
     use_qk_norm: bool
     attn_temperature: tuple[float, int] | None
 

@@ -203,6 +203,7 @@ class Family:
     qk_norm: bool = False
     sliding_window: str = "none"
     """Which layers have a window if there are no ``layer_types``; see ``_windows``."""
+    sliding_window_pattern: int = 6
     hidden_size: int = 4096
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
@@ -244,10 +245,21 @@ def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[st
         output_bias=bias,
         mlp_bias=family.mlp_bias and config.flag("mlp_bias", False),
         qk_norm=family.qk_norm,
-        windows=_windows(config, family.sliding_window, layers),
+        windows=_windows(config, family, layers),
         dtype=read_dtype(config),
     )
     return {**shared, **sizes, **family.settings}, sizes
+
+
+def read_rope_layers(config: Fields, layers: int) -> tuple[bool, ...]:
+    """Whether each layer has rotary positions: where ``no_rope_layers``, despite its name, is 1.
+    Without it, all layers have, except every ``no_rope_layer_interval``-th."""
+    every = config.integer("no_rope_layer_interval", 4)
+    rotated = config.raw("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
+    wrong = not isinstance(rotated, list) or len(rotated) < layers
+    if wrong or not all(flag in (0, 1) for flag in rotated):
+        raise config.wrong("no_rope_layers", f"a list of {layers} numbers, each 0 or 1")
+    return tuple(flag == 1 for flag in rotated[:layers])
 
 
 def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
@@ -269,16 +281,16 @@ def read_cap(config: Fields, name: str, default: float | None) -> float | None:
     return config.number(name, default)
 
 
-def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
+def _windows(config: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
     """The window of each layer, None for full attention: from ``layer_types``, or from a rule.
 
-    Args:
-      rule: which layers have a window without ``layer_types``. "none"; "all"; "some": those from
-        ``max_window_layers`` on, if ``use_sliding_window``; "alternate": all except every second;
-        "pattern": all except every ``sliding_window_pattern``-th. Families that ignore
-        ``layer_types`` use "named": all, if ``sliding_window`` is set; "used": all, if
-        ``use_sliding_window``.
+    The rule ``family.sliding_window`` says which layers have a window without ``layer_types``:
+    "none"; "all"; "some": those from ``max_window_layers`` on, if ``use_sliding_window``;
+    "alternate": all except every second; "pattern": all except every
+    ``sliding_window_pattern``-th. Families that ignore ``layer_types`` use "named": all, if
+    ``sliding_window`` is set; "used": all, if ``use_sliding_window``.
     """
+    rule = family.sliding_window
     if rule == "none":
         return (None,) * layers
     # A missing window is 4,096, except for "named"; null disables it.
@@ -294,7 +306,9 @@ def _windows(config: Fields, rule: str, layers: int) -> tuple[int | None, ...]:
         first = config.integer("max_window_layers", 28, least=0) if rule == "some" else 0
         return tuple(window if layer >= first else None for layer in range(layers))
     if kinds is None:
-        every = config.integer("sliding_window_pattern", 6) if rule == "pattern" else 2
+        every = 2
+        if rule == "pattern":
+            every = config.integer("sliding_window_pattern", family.sliding_window_pattern)
         if window is None and every > 1:
             raise config.wrong("sliding_window", "an integer of at least 1: some layers need it")
         return tuple(window if (layer + 1) % every else None for layer in range(layers))
@@ -330,6 +344,7 @@ _CAUSAL = {"use_bidirectional_attention": "false: attention is causal"}
 _EXPERTS = {"num_experts_per_tok": "at most the number of experts"}
 
 FAMILIES: dict[str, dict[str, str]] = {
+    "cohere2": {},
     "gemma2": _CAUSAL,
     "gemma3_text": _CAUSAL
     | {"attn_logit_softcapping": "null: gemma3_text has no soft cap on attention scores"},
@@ -361,6 +376,7 @@ FAMILIES: dict[str, dict[str, str]] = {
     "qwen2": {},
     "qwen3": {},
     "qwen3_moe": _EXPERTS,
+    "smollm3": {},
     "t5": {
         "is_encoder_decoder": "true: an encoder or decoder without the other is not supported",
         "dtype": "bfloat16 or float32: T5's activations exceed the range of float16",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .config import (
+    Cohere2Config,
     Config,
     GPT2Config,
     Llama4Config,
@@ -26,6 +27,7 @@ from .config_fields import (
     check_model_type,
     read_dtype,
     read_rope,
+    read_rope_layers,
     read_shared,
     refused,
 )
@@ -46,7 +48,18 @@ _LLAMAS = {
             "pre_norms": False, "post_norms": True, "qk_norm_joint": True, "wide_norms": True,
         },
     ),
+    "smollm3": Family(
+        128256, 11008, 4, None, 32768, attention_bias=True, mlp_bias=True, sliding_window="some",
+        hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, tie_word_embeddings=True,
+        rope=RopeForm(theta=2e6),
+    ),
 }  # fmt: skip
+_COHERE2 = Family(
+    256000, 22528, None, None, 8192, attention_bias=True, sliding_window="pattern",
+    sliding_window_pattern=4, hidden_size=8192, num_hidden_layers=40, num_attention_heads=64,
+    tie_word_embeddings=True, norm=("layer_norm_eps", 1e-5),
+    settings={"rope_interleaved": True, "wide_norms": True, "centered_norms": True},
+)  # fmt: skip
 _NEOX = Family(
     50432, 24576, None, None, 2048, hidden_size=6144, num_hidden_layers=44, num_attention_heads=64,
     activation=("hidden_act", "gelu"), norm=("layer_norm_eps", 1e-5),
@@ -91,6 +104,28 @@ def _llama(config: Fields) -> LlamaConfig:
     family = _LLAMAS[config.raw("model_type")]
     shared, sizes = read_shared(config, family)
     return LlamaConfig(**shared, rope=read_rope(config, family.rope, **sizes))
+
+
+def _smollm3(config: Fields) -> LlamaConfig:
+    layers = config.integer("num_hidden_layers", _LLAMAS["smollm3"].num_hidden_layers)
+    rotated, window = read_rope_layers(config, layers), config.raw("sliding_window")
+    has_window = window is not None and config.flag("use_sliding_window", False)
+    kinds = [
+        "sliding_attention" if has_window and not each else "full_attention" for each in rotated
+    ]
+    completed = {"sliding_window": window, "layer_types": config.raw("layer_types", kinds)}
+    result = _llama(replace(config, values={**config.values, **completed}))
+    return replace(result, rope_layers=rotated)
+
+
+def _cohere2(config: Fields) -> Cohere2Config:
+    shared, sizes = read_shared(config, _COHERE2)
+    return Cohere2Config(
+        **shared,
+        rope=read_rope(config, _COHERE2.rope, **sizes),
+        rope_layers=tuple(window is not None for window in shared["windows"]),
+        logit_scale=config.number("logit_scale", 0.0625),
+    )
 
 
 def _phi3(config: Fields) -> Phi3Config:
@@ -199,7 +234,7 @@ _MOES = {
 }  # fmt: skip
 _LLAMA4 = Family(
     202048, 16384, 8, 128, 131072, attention_bias=True, hidden_size=5120, num_hidden_layers=48,
-    num_attention_heads=40, norm=("rms_norm_eps", 1e-5),
+    num_attention_heads=40, norm=("rms_norm_eps", 1e-5), settings={"rope_interleaved": True},
     # The other rope types also scale queries and keys, which the norm that follows would cancel.
     rope=RopeForm(theta=5e5, kinds=("default", "dynamic", "linear", "llama3")),
 )  # fmt: skip
@@ -245,12 +280,7 @@ def read_llama4(config: Fields) -> Llama4Config:
     shared, sizes = read_shared(config, family)
     layers = shared["num_hidden_layers"]
     experts, choices = _experts(config, 16, 1)
-    every = config.integer("no_rope_layer_interval", 4)
-    rotated = config.raw("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
-    wrong = not isinstance(rotated, list) or len(rotated) < layers
-    if wrong or not all(flag in (0, 1) for flag in rotated):
-        raise config.wrong("no_rope_layers", f"a list of {layers} numbers, each 0 or 1")
-    rotated = rotated[:layers]
+    rotated = read_rope_layers(config, layers)
     step = config.integer("interleave_moe_layer_step", 1)
     sparse = config.raw("moe_layers", [*range(step - 1, layers, step)])
     if not isinstance(sparse, list) or not all(type(layer) is int for layer in sparse):
@@ -281,7 +311,7 @@ def read_llama4(config: Fields) -> Llama4Config:
         moe_intermediate_size=config.integer("intermediate_size", 8192),
         norm_topk_prob=False,
         dense_layers=tuple(n for n in range(layers) if n not in sparse),
-        rope_layers=tuple(flag == 1 for flag in rotated),
+        rope_layers=rotated,
         use_qk_norm=config.flag("use_qk_norm", True),
         attn_temperature=(config.number("attn_scale", 0.1), config.integer("floor_scale", 8192))
         if tuned
@@ -309,6 +339,7 @@ def _kinds() -> str:
 READERS: dict[str, Callable[[Fields], Config]] = {
     **dict.fromkeys(_LLAMAS, _llama),
     **dict.fromkeys(GEMMAS, read_gemma),
+    "cohere2": _cohere2,
     "gemma3n_text": read_gemma3n,
     "gemma4_text": read_gemma4,
     "gpt2": _gpt2,
@@ -317,6 +348,7 @@ READERS: dict[str, Callable[[Fields], Config]] = {
     "mixtral": read_mixtral,
     "qwen3_moe": read_qwen3_moe,
     "phi3": _phi3,
+    "smollm3": _smollm3,
     "t5": read_t5,
 }
 """The readers of the supported families, by ``model_type``."""

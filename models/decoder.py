@@ -19,7 +19,17 @@ from kvjax.core.compat import flax_0_12_list
 
 from .config import DecoderConfig
 from .frame import Frame, Layer, LayerClass, LayerContext, Logits, Rotary
-from .layers import ACTIVATIONS, Embedding, FeedForward, Hidden, Linear, RMSNorm, split_heads
+from .layers import (
+    ACTIVATIONS,
+    Embedding,
+    FeedForward,
+    Heads,
+    Hidden,
+    Linear,
+    RMSNorm,
+    rotary_halves,
+    split_heads,
+)
 from .rope import layer_rotary
 from .sharding import Divided
 
@@ -27,10 +37,11 @@ FeedForwardModule = Callable[[Hidden], Hidden]
 """The feed-forward module of a layer."""
 
 
-def _norm(config: DecoderConfig, features: int) -> RMSNorm:
+def make_norm(config: DecoderConfig, features: int) -> RMSNorm:
+    """Create a norm of the kind that the model has everywhere."""
     return RMSNorm(
         features, epsilon=config.rms_norm_eps, dtype=config.dtype, offset=config.norm_offset,
-        wide=config.wide_norms,
+        wide=config.wide_norms, centered=config.centered_norms,
     )  # fmt: skip
 
 
@@ -49,8 +60,8 @@ class Attention(nnx.Module):
         self.o_proj = self.linear(width, config.hidden_size, config.output_bias, rngs)
         if config.qk_norm:
             joint = config.qk_norm_joint
-            self.q_norm = _norm(config, width if joint else config.head_dim)
-            self.k_norm = _norm(config, kv_width if joint else config.head_dim)
+            self.q_norm = make_norm(config, width if joint else config.head_dim)
+            self.k_norm = make_norm(config, kv_width if joint else config.head_dim)
 
     def linear(self, fan_in: int, fan_out: int, bias: bool, rngs: nnx.Rngs) -> Linear:
         return Linear(fan_in, fan_out, bias=bias, dtype=self.config.dtype, rngs=rngs)
@@ -72,8 +83,9 @@ class Attention(nnx.Module):
         """Queries, keys and values, each [batch, new, heads * head_dim]."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
-        config, layer = self.config, self.layer
+    def heads(self, x: Hidden) -> tuple[Heads, Heads, Heads]:
+        """Queries, keys and values, each [batch, heads, new, head_dim], not rotated."""
+        config = self.config
         queries, keys, values = self.project(x)
         if config.qk_norm and config.qk_norm_joint:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
@@ -82,8 +94,14 @@ class Attention(nnx.Module):
         values = split_heads(values, config.num_key_value_heads)
         if config.qk_norm and not config.qk_norm_joint:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
+        if config.rope_interleaved and config.ropes[self.layer]:
+            queries, keys = rotary_halves(queries), rotary_halves(keys)
+        return queries, keys, values
+
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        config, layer = self.config, self.layer
         attention_output, context = context.attend(
-            layer, queries, keys, values, scale=config.query_scale, window=config.windows[layer],
+            layer, *self.heads(x), scale=config.query_scale, window=config.windows[layer],
             soft_cap=config.attn_logit_softcapping,
         )  # fmt: skip
         return self.o_proj(attention_output), context
@@ -94,25 +112,31 @@ class Block(nnx.Module):
 
     With ``pre_norms`` the inputs of both are normed, and with ``post_norms`` their outputs. A
     family with a different attention sets ``attention``; one with a different feed-forward module
-    overrides ``make_feed_forward``.
+    overrides ``make_feed_forward``; one that combines them differently overrides ``make_norms`` and
+    ``__call__``.
     """
 
     attention: ClassVar[type[Attention]] = Attention
 
     def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs):
+        self.make_norms(config)
+        self.self_attn = self.attention(config, layer, rngs=rngs)
+        self.mlp = self.make_feed_forward(config, layer, rngs)
+
+    def make_norms(self, config: DecoderConfig) -> None:
+        """Create the norms that ``__call__`` uses."""
+
         def norm() -> RMSNorm:
-            return _norm(config, config.hidden_size)
+            return make_norm(config, config.hidden_size)
 
         self.pre_norms, self.post_norms = config.pre_norms, config.post_norms
         if config.pre_norms:
             self.input_layernorm = norm()
-        self.self_attn = self.attention(config, layer, rngs=rngs)
         self.post_attention_layernorm = norm()
         if config.post_norms:
             if config.pre_norms:
                 self.pre_feedforward_layernorm = norm()
             self.post_feedforward_layernorm = norm()
-        self.mlp = self.make_feed_forward(config, layer, rngs)
 
     def make_feed_forward(
         self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
@@ -149,7 +173,7 @@ class Stack(nnx.Module):
         self.layers = flax_0_12_list(
             block(config, layer, rngs=rngs) for layer in range(config.num_hidden_layers)
         )
-        self.norm = _norm(config, config.hidden_size)
+        self.norm = make_norm(config, config.hidden_size)
 
 
 class Decoder(Frame):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.array_ops import contract_last
 
 Hidden = Float[Array, "batch new hidden"]
+Heads = Float[Array, "batch heads new head_dim"]
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -62,21 +63,36 @@ def unit(x: Float[Array, "... features"], epsilon: float) -> Float[Array, "... f
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
 
+def centered(x: Float[Array, "... features"]) -> Float[Array, "... features"]:
+    """``x`` minus its mean, in float32."""
+    wide = x.astype(jnp.float32)
+    return wide - jnp.mean(wide, axis=-1, keepdims=True)
+
+
 class RMSNorm(nnx.Module):
     """Root mean square norm (Zhang and Sennrich, arXiv:1910.07467), normalized in float32.
 
     The scale is ``offset + weight``. Gemma uses an offset of 1. The multiplication by the scale is
-    done in float32 if ``wide`` is set or the offset is not 0.
+    done in float32 if ``wide`` is set or the offset is not 0. If ``centered`` is set, the mean is
+    subtracted first, which is a layer norm without a bias.
     """
 
     def __init__(
-        self, features: int, *, epsilon: float, dtype: str, offset: float = 0.0, wide: bool = False
+        self,
+        features: int,
+        *,
+        epsilon: float,
+        dtype: str,
+        offset: float = 0.0,
+        wide: bool = False,
+        centered: bool = False,
     ):
         self.weight = nnx.Param(jnp.full(features, 1 - offset, dtype))
         self.epsilon, self.offset, self.wide = epsilon, offset, wide or offset != 0
+        self.centered = centered
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        normal = unit(x, self.epsilon)
+        normal = unit(centered(x) if self.centered else x, self.epsilon)
         if self.wide:
             weight = self.offset + along(self.weight, x).astype(jnp.float32)
             return (normal * weight).astype(x.dtype)
@@ -92,10 +108,7 @@ class LayerNorm(nnx.Module):
         self.epsilon = epsilon
 
     def __call__(self, x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-        wide = x.astype(jnp.float32)
-        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
-        normal = (centered * lax.rsqrt(variance + self.epsilon)).astype(x.dtype)
+        normal = unit(centered(x), self.epsilon).astype(x.dtype)
         return along(self.weight, x) * normal + along(self.bias, x)
 
 
@@ -135,17 +148,18 @@ def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
-def split_heads(
-    x: Float[Array, "batch new features"], heads: int
-) -> Float[Array, "batch heads new head_dim"]:
+def split_heads(x: Float[Array, "batch new features"], heads: int) -> Heads:
     """[batch, new, heads * head_dim] to [batch, heads, new, head_dim]."""
     batch, new, features = x.shape
     return x.reshape(batch, new, heads, features // heads).swapaxes(1, 2)
 
 
-def merge_heads(
-    x: Float[Array, "batch heads new head_dim"],
-) -> Float[Array, "batch new features"]:
+def rotary_halves(x: Heads) -> Heads:
+    """Reorder the channels: rotated pairs (2i, 2i + 1) become pairs (i, i + half)."""
+    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+
+
+def merge_heads(x: Heads) -> Float[Array, "batch new features"]:
     """[batch, heads, new, head_dim] to [batch, new, heads * head_dim]."""
     batch, heads, new, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch, new, heads * head_dim)

@@ -12,15 +12,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
 
 from . import decoder
 from .config import DecoderConfig, Llama4Config
-from .frame import LayerContext, Rotary
-from .layers import FeedForward, Hidden, Linear, split_heads, unit
+from .frame import LayerContext
+from .layers import FeedForward, Hidden, Linear, unit
 from .moe import Experts
-
-Heads = Float[Array, "batch heads new head_dim"]
 
 
 class Attention(decoder.Attention):
@@ -29,18 +26,13 @@ class Attention(decoder.Attention):
     def __init__(self, config: Llama4Config, layer: int, *, rngs: nnx.Rngs):
         super().__init__(config, layer, rngs=rngs)
         self.epsilon, self.temperature = config.rms_norm_eps, config.attn_temperature
-        self.rotated = config.rope_layers[layer]
+        self.rotated = config.ropes[layer] is not None
         self.unit = self.rotated and config.use_qk_norm
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer
-        queries, keys, values = self.project(x)
-        queries = split_heads(queries, config.num_attention_heads)
-        keys = split_heads(keys, config.num_key_value_heads)
-        values = split_heads(values, config.num_key_value_heads)
-        if self.rotated:
-            queries, keys = _to_halves(queries), _to_halves(keys)
-        elif self.temperature is not None:
+        queries, keys, values = self.heads(x)
+        if not self.rotated and self.temperature is not None:
             factor, step = self.temperature
             steps = jnp.floor((context.step.positions.astype(jnp.float32) + 1) / step)
             growth = jnp.log1p(steps) * factor + 1
@@ -53,11 +45,6 @@ class Attention(decoder.Attention):
             layer, queries, keys, values, scale=config.query_scale, window=chunk, chunk=chunk
         )
         return self.o_proj(attention_output), context
-
-
-def _to_halves(x: Heads) -> Heads:
-    """Reorder the channels: rotated pairs (2i, 2i + 1) become pairs (i, i + half)."""
-    return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 class SparseFeedForward(nnx.Module):
@@ -99,11 +86,3 @@ class Llama4(decoder.Decoder):
     """The text part of Llama 4 with its language-model head."""
 
     block: ClassVar = Block
-    config: Llama4Config
-
-    def rotary(self, reach: int, limit: int) -> Rotary:
-        tables = super().rotary(reach, limit)
-        return tuple(
-            table if rotated else None
-            for table, rotated in zip(tables, self.config.rope_layers, strict=True)
-        )

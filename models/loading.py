@@ -277,6 +277,7 @@ def _refusal(error: Exception) -> str:
 
 
 _FAMILY_IDS = {
+    "cohere2": (5, 255001),
     "llama": (1, 2),
     "llama4_text": (1, 2),
     "mistral": (1, 2),
@@ -289,6 +290,7 @@ _FAMILY_IDS = {
     "gpt_neox": (0, 2),
     "phi3": (1, 32000),
     "olmo2": (None, 50279),
+    "smollm3": (128000, 128001),
     "t5": (None, 1),
 }
 """BOS and EOS token ids if no file has them: the defaults of Transformers' config classes."""

@@ -48,18 +48,20 @@ def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) 
     return rotary_table(frequencies, max_len if limit is None else limit, scale=scale)
 
 
-def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[RotaryTable, ...]:
-    """The ``model_rotary`` table of each layer. Layers with equal settings share one table."""
+def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[RotaryTable | None, ...]:
+    """The ``model_rotary`` table of each layer; None for layers without rotary positions. Layers
+    with equal settings share one table."""
     layers = [
-        replace(layer, rope=rope)
+        replace(layer, rope=rope) if rope else None
         for layer, rope in zip(config.per_layer_config, config.ropes, strict=True)
     ]
     # Convert each distinct table once: each array made from numpy is a constant in the program.
     tables = {
         layer: jax.tree.map(jnp.asarray, model_rotary(layer, max_len, limit))
         for layer in dict.fromkeys(layers)
+        if layer
     }
-    return tuple(tables[layer] for layer in layers)
+    return tuple(tables[layer] if layer else None for layer in layers)
 
 
 def inverse_frequencies(config: DecoderConfig, max_len: int) -> Frequencies:

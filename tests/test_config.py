@@ -9,6 +9,7 @@ import pytest
 
 import kvjax
 from kvjax.models import (
+    Cohere2Config,
     Gemma3nConfig,
     Gemma4Config,
     GemmaConfig,
@@ -50,7 +51,9 @@ GEMMA: dict[str, Any] = {
 GEMMA3 = {**GEMMA, "model_type": "gemma3_text"}
 GEMMA3N = {**GEMMA, "model_type": "gemma3n_text", "num_kv_shared_layers": 2}
 GEMMA4 = {**GEMMA, "model_type": "gemma4_text"}
-PHI3, OLMO2, NEOX = ({**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox"))
+PHI3, OLMO2, NEOX, COHERE2, SMOLLM3 = (
+    {**LLAMA, "model_type": name} for name in ("phi3", "olmo2", "gpt_neox", "cohere2", "smollm3")
+)
 MIXTRAL, QWEN3_MOE, LLAMA4 = (
     {**QWEN, "model_type": name} for name in ("mixtral", "qwen3_moe", "llama4_text")
 )
@@ -387,6 +390,41 @@ def test_neox(tmp_path: Path) -> None:
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (False, False, True)
 
 
+def test_cohere2(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "cohere2"})
+    assert isinstance(bare, Cohere2Config)
+    assert bare.windows == (4096, 4096, 4096, None) * 10
+    assert bare.rope_layers == (True, True, True, False) * 10
+    assert bare.ropes == (*[RopeConfig()] * 3, None) * 10
+    assert (bare.logit_scale, bare.rms_norm_eps, bare.head_dim) == (0.0625, 1e-5, 128)
+    assert bare.rope_interleaved and bare.centered_norms and bare.tie_word_embeddings
+    kinds = ["full_attention", "sliding_attention", "full_attention"]
+    fields = {"layer_types": kinds, "sliding_window": 9, "attention_bias": True}
+    config = read(tmp_path, {**COHERE2, **fields, "logit_scale": 2, "rope_theta": 5e4})
+    assert isinstance(config, Cohere2Config)
+    assert (config.windows, config.logit_scale) == ((None, 9, None), 2)
+    assert config.ropes == (None, RopeConfig(theta=5e4), None)
+    assert config.qkv_bias and config.output_bias and not config.mlp_bias
+    without = read(tmp_path, {**COHERE2, "sliding_window_pattern": 1})
+    assert isinstance(without, Cohere2Config)
+    assert (without.ropes, without.context) == ((None,) * 3, 64)
+    assert without.same_rotary(1, 1 << 30)
+
+
+def test_smollm3(tmp_path: Path) -> None:
+    bare = read(tmp_path, {"model_type": "smollm3"})
+    assert isinstance(bare, LlamaConfig)
+    assert bare.rope_layers == (True, True, True, False) * 9
+    assert (bare.windows, bare.rope) == ((None,) * 36, RopeConfig(theta=2e6))
+    fields = {"no_rope_layers": [1, 0, 0, 1], "sliding_window": 9}
+    config = read(tmp_path, {**SMOLLM3, **fields, "num_key_value_heads": None})
+    assert isinstance(config, LlamaConfig)
+    assert (config.rope_layers, config.windows) == ((True, False, False), (None,) * 3)
+    config = read(tmp_path, {**SMOLLM3, **fields, "use_sliding_window": True})
+    assert isinstance(config, LlamaConfig)
+    assert config.windows == (None, 9, 9)
+
+
 def test_experts(tmp_path: Path) -> None:
     mixtral = read(tmp_path, {**MIXTRAL, "sliding_window": 7})
     assert isinstance(mixtral, MixtralConfig)
@@ -569,7 +607,7 @@ def test_generation_ids_of_a_multimodal_config(tmp_path: Path) -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model_type": "mamba"},
-        'model_type is "mamba"; expected one of gemma2, gemma3_text, gemma3n_text, gemma4_text, ',
+        f'model_type is "mamba"; expected one of {", ".join(sorted(READERS))}, see ',
     ),
     (
         {"model_type": None},
@@ -640,7 +678,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llava", "tie_word_embeddings": 1}, "json: tie_word_embeddings is 1; expected"),
     (
         {"model_type": "mistral3", "text_config": {"model_type": "ministral3"}},
-        'text_config.model_type is "ministral3"; expected one of gemma2, .*supported',
+        'text_config.model_type is "ministral3"; expected one of .*supported',
     ),
     (
         {"model_type": "new", "text_config": {"model_type": ["llama"]}},
@@ -795,6 +833,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         'rope_scaling.rope_type is "yarn"; expected one of default, dynamic, linear, llama3',
     ),
     ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; expected true or false"),
+    ({**COHERE2, "logit_scale": 0}, "logit_scale is 0; expected a number above 0"),
+    ({**COHERE2, "sliding_window": None}, "sliding_window is null; expected an integer of at"),
+    ({**SMOLLM3, "no_rope_layers": [1, 0]}, "no_rope_layers is .*; expected a list of 3 numbers"),
+    (
+        {**SMOLLM3, "layer_types": ["sliding_attention"] * 3, "sliding_window": 9},
+        "layer_types is .*; expected only full_attention: sliding_window is not in use",
+    ),
 ]
 
 

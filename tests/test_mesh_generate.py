@@ -21,6 +21,7 @@ from kvjax.memory.limits import auto_mesh, device_memory
 from kvjax.memory.sizes import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import (
+    Cohere2Config,
     Gemma3nConfig,
     Gemma4Config,
     GemmaConfig,
@@ -454,6 +455,12 @@ def olmo2():
     return tiny_config(pre_norms=False, post_norms=True, qk_norm=True, qk_norm_joint=True)
 
 
+def cohere2():
+    norms = dict(centered_norms=True, wide_norms=True)
+    config = tiny_config(rope_layers=(False, True), rope_interleaved=True, **norms)
+    return Cohere2Config(**vars(config), logit_scale=0.25)
+
+
 def neox():
     biases = dict(qkv_bias=True, output_bias=True, mlp_bias=True)
     return NeoXConfig(**vars(tiny_config(num_key_value_heads=4, windows=(None, None), **biases)))
@@ -468,8 +475,8 @@ def experts():
 
 def llama4():
     return Llama4Config(
-        **vars(tiny_config()), num_experts=5, num_experts_per_tok=2, norm_topk_prob=False,
-        moe_intermediate_size=36, rope_layers=(False, True), use_qk_norm=True,
+        **vars(tiny_config(rope_layers=(False, True), rope_interleaved=True)), num_experts=5,
+        num_experts_per_tok=2, norm_topk_prob=False, moe_intermediate_size=36, use_qk_norm=True,
         attn_temperature=(0.1, 6),
     )  # fmt: skip
 
@@ -497,7 +504,7 @@ def gemma4():
 FAMILIES = {
     "gemma": gemma, "gpt2": gpt2, "odd-llama": odd_llama, "phi3": phi3, "olmo2": olmo2,
     "neox": neox, "experts": experts, "llama4": llama4, "gemma3n": gemma3n,
-    "gemma4": gemma4,
+    "gemma4": gemma4, "cohere2": cohere2,
 }  # fmt: skip
 DIVIDED = {
     "tensor-4-sequence-2": {"tensor": 4, "sequence": 2},
@@ -527,7 +534,7 @@ def family_logits(model: Any, params: Any, over: Any) -> Any:
 
 def families() -> list[Any]:
     """Each by itself; those that divide as others do are of the shards."""
-    alike = ("gemma", "phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4")
+    alike = ("gemma", "phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4", "cohere2")
     others = [On(*names) for names in itertools.product(alike, DIVIDED)]
     return [
         *each_on_each([name for name in FAMILIES if name not in alike], DIVIDED),

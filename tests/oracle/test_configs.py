@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvjax.models.config import GemmaConfig, LlamaConfig, RopeConfig
+from kvjax.models.config import DecoderConfig, GemmaConfig, LlamaConfig, RopeConfig
 from kvjax.models.config_json import read_config
 from kvjax.models.layers import ACTIVATIONS
 from kvjax.models.loading import read_generation
@@ -78,6 +78,22 @@ FORMS: dict[str, dict[str, Any]] = {
                  "rope_scaling": {"type": "longrope", **FACTORS}},
     "longrope-factor": {"model_type": "llama", **SIZES, "max_position_embeddings": 4096,
                         "rope_scaling": {"type": "longrope", "factor": 16, **FACTORS}},
+    "cohere2-bare": {"model_type": "cohere2"},
+    "cohere2-pattern": {"model_type": "cohere2", **SIZES, "sliding_window_pattern": 2,
+                        "head_dim": 16, "rope_scaling": None, "rope_theta": 5e4,
+                        "layer_norm_eps": 1e-3, "logit_scale": 0.25, "use_qk_norm": True},
+    "cohere2-types": {"model_type": "cohere2", **SIZES, "sliding_window": 9,
+                      "num_key_value_heads": 2, "sliding_window_pattern": 2,
+                      "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+                      "rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+    "smollm3-bare": {"model_type": "smollm3"},
+    "smollm3-interval": {"model_type": "smollm3", **SIZES, "no_rope_layer_interval": 2,
+                         "rope_theta": 5e6, "sliding_window": 9, "use_sliding_window": False},
+    "smollm3-window": {"model_type": "smollm3", **SIZES, "no_rope_layers": [0, 1, 0, 1],
+                       "sliding_window": 9, "use_sliding_window": True},
+    "smollm3-types": {"model_type": "smollm3", **SIZES, "no_rope_layers": [1, 1, 0],
+                      "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 2,
+                      "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
 }  # fmt: skip
 
 
@@ -86,7 +102,7 @@ def form(request: pytest.FixtureRequest, tmp_path: Path, transformers: Any) -> A
     (tmp_path / "config.json").write_text(json.dumps(FORMS[request.param]))
     theirs = transformers.AutoConfig.from_pretrained(tmp_path)
     ours = read_config(tmp_path)
-    assert isinstance(ours, LlamaConfig)
+    assert isinstance(ours, DecoderConfig)
     return ours, theirs, tmp_path
 
 
@@ -99,19 +115,31 @@ def their_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in config.layer_types)
 
 
+def their_rope_layers(config: Any) -> list[bool]:
+    layers = config.num_hidden_layers
+    if config.model_type == "cohere2":
+        return [kind == "sliding_attention" for kind in config.layer_types]
+    return [flag == 1 for flag in getattr(config, "no_rope_layers", [1] * layers)[:layers]]
+
+
 def test_fields(form: Any) -> None:
     ours, theirs, folder = form
     for name in (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps",
-        "hidden_act", "tie_word_embeddings",
+        "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "hidden_act",
+        "tie_word_embeddings",
     ):  # fmt: skip
         assert getattr(ours, name) == getattr(theirs, name), name
+    epsilon = "layer_norm_eps" if hasattr(theirs, "layer_norm_eps") else "rms_norm_eps"
+    assert ours.rms_norm_eps == getattr(theirs, epsilon)
+    assert getattr(ours, "logit_scale", None) == getattr(theirs, "logit_scale", None)
     derived = theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or derived)
     assert ours.windows == their_windows(theirs)
+    assert [rope is not None for rope in ours.ropes] == their_rope_layers(theirs)
     generation = read_generation(folder, ours.model_type)
-    assert generation.eos_token_ids == (() if theirs.eos_token_id is None else (2,))
+    eos = theirs.eos_token_id
+    assert generation.eos_token_ids == (() if eos is None else (eos,))
     assert generation.bos_token_id == theirs.bos_token_id
 
 

@@ -67,7 +67,52 @@ GEMMA4 = {
 NEOX = {k: v for k, v in SMALL.items() if k != "num_key_value_heads"}
 PHI3 = {**SMALL, "pad_token_id": 0}
 
+COHERE2 = {**SMALL, "num_hidden_layers": 4, "sliding_window": 7, "pad_token_id": None}
+SMOLLM3 = {**SMALL, "num_hidden_layers": 4, "pad_token_id": None}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "cohere2": ("cohere2", {**COHERE2, "logit_scale": 1.5}),
+    "cohere2-other": (
+        "cohere2",
+        {
+            **COHERE2,
+            "vocab_size": 53,
+            "hidden_size": 42,
+            "intermediate_size": 29,
+            "num_attention_heads": 3,
+            "num_key_value_heads": None,
+            "attention_bias": True,
+            "tie_word_embeddings": False,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-3,
+            "logit_scale": 0.7,
+            "sliding_window": 9,
+            "layer_types": ["full_attention", "sliding_attention"] * 2,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0},
+        },
+    ),
+    "cohere2-pattern": (
+        "cohere2",
+        {**COHERE2, "num_hidden_layers": 3, "sliding_window_pattern": 2},
+    ),
+    "smollm3": ("smollm3", SMOLLM3),
+    "smollm3-window": (
+        "smollm3",
+        {
+            **SMOLLM3,
+            "hidden_size": 30,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "no_rope_layers": [1, 0, 0],
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+        },
+    ),
     "phi3": ("phi3", {**PHI3, "sliding_window": 7}),
     "phi3-longrope": (
         "phi3",
@@ -240,6 +285,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 GREEDY = (
+    "cohere2",
+    "cohere2-other",
+    "smollm3",
     "phi3",
     "olmo2",
     "gpt_neox",
@@ -328,6 +376,7 @@ def test_what_a_file_leaves_out(model_type: str, transformers: Any, tmp_path: Pa
         "hidden_act": ("hidden_act", "hidden_activation"),
         "num_experts": ("num_local_experts", "num_experts"),
         "num_experts_per_tok": ("num_experts_per_tok",),
+        "logit_scale": ("logit_scale",),
     }.items():
         told = [getattr(theirs, other) for other in others if hasattr(theirs, other)]
         assert (getattr(ours, name, None) or None) == (told[0] if told else None), name
