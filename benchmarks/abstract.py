@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 
 import kvjax
 from kvjax.attention import blocks
-from kvjax.attention.kernels.dispatch import kernels_for
+from kvjax.attention.paths import kernels_for
 from kvjax.cache.sizes import abstract_arguments, array_shardings, shard_of
 from kvjax.codecs import Float8, Int4, Rotated
 from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text

@@ -24,7 +24,7 @@ from benchmarks import abstract, device_table
 from benchmarks.abstract import CHUNK, POLICIES, SCAN, STEP, TRITON, cell_of, compiled, obeys
 from benchmarks.devices import BATCH, FILLED, SHAPE, model_for
 from benchmarks.report import markdown_table
-from kvjax.attention.kernels.dispatch import kernels_for
+from kvjax.attention.paths import kernels_for
 from kvjax.core.target import target_of
 from kvjax.core.topology import target_device
 from kvjax.memory.device_plan import call_in_subprocess, plan_on

@@ -26,8 +26,7 @@ from kvjax.codecs import HalfQuadratic, Int8, Integer, Rotated, Unrotated
 from kvjax.models.tiny.data import part_tokens
 from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
-from kvjax.quality.evaluation import evaluate
-from kvjax.quality.metrics import CacheBytes, Quality, compute_quality
+from kvjax.quality.evaluation import CacheBytes, Quality, compute_quality, evaluate
 
 RESULTS = Path(__file__).parent / "results" / "quality"
 TRANSFORMERS = {

@@ -22,7 +22,7 @@ from benchmarks.cells import prompt_tokens
 from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
 from benchmarks.decode import default_folder
 from benchmarks.engine_kvjax import KvjaxEngine
-from kvjax.quality.metrics import cache_bytes
+from kvjax.quality.evaluation import cache_bytes
 
 POLICIES = {
     "raw": {},

@@ -43,10 +43,10 @@ from .decoder import Decoder, Phi3
 from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without_unknown
 from .gemma import Gemma3n, Gemma4
 from .gpt2 import GPT2
+from .layers import param_shardings
 from .llama4 import Llama4
 from .moe import Moe
 from .neox import NeoX
-from .sharding import param_shardings
 from .t5 import T5
 from .weights import Params, save
 
@@ -205,7 +205,7 @@ class Architecture:
         return _plain(_split(self.config)[1])
 
     def param_shardings(self, mesh: Mesh | AbstractMesh) -> Params:
-        """The sharding of each parameter over a mesh: see ``kvjax.models.sharding``.
+        """The sharding of each parameter over a mesh: see ``kvjax.models.layers``.
 
         Raises:
           ValueError: if the mesh does not have the axes of ``kvjax.make_mesh``.

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError, as_bool, as_list, short_repr
 
-from .json_fields import Fields, read_json, read_text
+from .files import Fields, read_json, read_text
 
 Message = Mapping[str, object]
 _PROBE = "kvjaxprobe"

@@ -7,7 +7,7 @@ from typing import Any
 from kvjax.core.validation import CheckpointError
 
 from .config import DTYPES, NARROWED, Parameter, RopeConfig
-from .json_fields import Fields
+from .files import Fields
 from .layers import ACTIVATIONS
 
 KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")

@@ -15,7 +15,7 @@ from .config_fields import (
     read_shared,
     refused,
 )
-from .json_fields import Fields
+from .files import Fields
 
 _GEMMA2 = Family(
     256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,

@@ -32,7 +32,7 @@ from .config_fields import (
     refused,
 )
 from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
-from .json_fields import Fields, read_json
+from .files import Fields, read_json
 from .layers import ACTIVATIONS
 from .multimodal import text_fields
 

@@ -21,6 +21,7 @@ from .config import DecoderConfig
 from .frame import Frame, Layer, LayerClass, LayerContext, Logits, Rotary
 from .layers import (
     ACTIVATIONS,
+    Divided,
     Embedding,
     FeedForward,
     Heads,
@@ -31,7 +32,6 @@ from .layers import (
     split_heads,
 )
 from .rope import layer_rotary
-from .sharding import Divided
 
 FeedForwardModule = Callable[[Hidden], Hidden]
 """The feed-forward module of a layer."""

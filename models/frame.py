@@ -21,8 +21,7 @@ from kvjax.core.validation import is_traced
 from kvjax.policies.model_config import layer_heads
 
 from .config import Config
-from .layers import Embedding, Hidden, merge_heads
-from .sharding import Rules
+from .layers import Embedding, Hidden, Rules, merge_heads
 
 
 def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | None:
@@ -138,7 +137,7 @@ LayerClass = Callable[..., Layer]
 class Frame(nnx.Module):
     """A decoder with its language-model head: the base class of the families' modules.
 
-    ``divided``: the axis of each weight that a mesh divides, see ``models/sharding.py``.
+    ``divided``: the axis of each weight that a mesh divides, see ``models/layers.py``.
     """
 
     divided: ClassVar[Rules]

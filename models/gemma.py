@@ -30,9 +30,18 @@ from kvjax.core.compat import flax_0_12_list
 from . import decoder
 from .config import DecoderConfig, Gemma3nConfig, Gemma4Config, SharingConfig
 from .frame import LayerClass, LayerContext, Logits
-from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, along, split_heads, unit
+from .layers import (
+    ACTIVATIONS,
+    Divided,
+    Embedding,
+    Hidden,
+    Linear,
+    RMSNorm,
+    along,
+    split_heads,
+    unit,
+)
 from .moe import Experts
-from .sharding import Divided
 
 
 class LayerInputs(NamedTuple):

@@ -15,8 +15,7 @@ from kvjax.core.compat import flax_0_12_list
 
 from .config import GPT2Config
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
-from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
-from .sharding import Divided
+from .layers import ACTIVATIONS, Divided, Embedding, Hidden, LayerNorm, Linear, split_heads
 
 
 def _linear(config: GPT2Config, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> Linear:

@@ -23,9 +23,8 @@ from . import weights
 from .architecture import Architecture
 from .config import DTYPES, Config
 from .config_json import read_config
-from .json_fields import Fields, read_json
+from .files import Fields, Stored, find_tensors, read_json, weight_files
 from .multimodal import other_part, read_text_fields, skipped, take_text
-from .stored import Stored, find_tensors, weight_files
 from .text import read_tokenizer
 from .weights import Params
 

@@ -21,8 +21,8 @@ from kvjax.core.validation import CheckpointError
 
 from . import decoder
 from .config import DecoderConfig, Gemma4Config, MoeConfig
+from .files import Stored, StoredTensor
 from .layers import ACTIVATIONS, Hidden, Linear, contract_last, normal
-from .stored import Stored, StoredTensor
 
 Form = Literal["apart", "joined", "stacked"]
 """How published files store experts.

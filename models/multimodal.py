@@ -15,8 +15,7 @@ from kvjax.core.reporting import readable_bytes
 from kvjax.core.typing import Json
 
 from .config_fields import EVERYWHERE, FAMILIES, RELATIVES, check_model_type, read_dtype
-from .json_fields import Fields, read_json
-from .stored import Stored, StoredTensor
+from .files import Fields, Stored, StoredTensor, read_json
 
 
 @dataclass(frozen=True)

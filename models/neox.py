@@ -15,9 +15,8 @@ from kvjax.core.compat import flax_0_12_list
 
 from .config import NeoXConfig
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
-from .layers import ACTIVATIONS, Embedding, Hidden, LayerNorm, Linear, split_heads
+from .layers import ACTIVATIONS, Divided, Embedding, Hidden, LayerNorm, Linear, split_heads
 from .rope import layer_rotary
-from .sharding import Divided
 
 
 def _norm(config: NeoXConfig) -> LayerNorm:

@@ -23,8 +23,16 @@ from kvjax.generation.encoder import NOT_ENCODED
 
 from .config import T5Config
 from .frame import Frame, Layer, LayerContext, Logits, Rotary
-from .layers import ACTIVATIONS, Embedding, Hidden, Linear, RMSNorm, merge_heads, split_heads
-from .sharding import Divided
+from .layers import (
+    ACTIVATIONS,
+    Divided,
+    Embedding,
+    Hidden,
+    Linear,
+    RMSNorm,
+    merge_heads,
+    split_heads,
+)
 
 
 def linear(config: T5Config, fan_in: int, fan_out: int, rngs: nnx.Rngs) -> Linear:

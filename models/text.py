@@ -10,7 +10,7 @@ from kvjax.core.validation import CheckpointError, check_unicode
 from kvjax.generation.detokenizer import TextStream
 
 from .chat import ChatTemplates, Message, read_templates
-from .json_fields import Fields, read_json
+from .files import Fields, read_json
 
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token",
           "mask_token")  # fmt: skip

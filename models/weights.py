@@ -23,9 +23,9 @@ from kvjax.core.validation import CheckpointError
 from kvjax.placement.device import Device
 
 from .config import NARROWED, Config, TensorNames
+from .files import STORED_DTYPES, Stored, StoredTensor
 from .moe import stack_experts, unstack_experts
 from .multimodal import TEXT_PREFIX, text_config
-from .stored import STORED_DTYPES, Stored, StoredTensor
 
 HEAD = "lm_head.weight"
 

@@ -847,12 +847,12 @@ FAULTS = (
         ("engine_beams",),
     ),
     Fault(
-        "files without text weights are downloaded", "models/stored.py",
+        "files without text weights are downloaded", "models/files.py",
         "names = sorted({name for tensor, name in _places(folder).items() if not unused(tensor)})",
         "names = sorted({name for tensor, name in _places(folder).items()})", ("hub",),
     ),
     Fault(
-        "numbers beyond float32 become infinite", "models/stored.py",
+        "numbers beyond float32 become infinite", "models/files.py",
         "if np.any(np.isinf(narrow) & ~np.isinf(values)):",
         "if np.any(np.isinf(narrow) & np.isinf(values)):", ("load",),
     ),

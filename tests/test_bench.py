@@ -12,8 +12,7 @@ import pytest
 
 import kvjax
 from kvjax import bench, cli, models
-from kvjax.bench import _timing as timing
-from kvjax.bench import measuring
+from kvjax.bench import measuring, timing
 from kvjax.bench.measuring import decode_rows, part_rows
 from kvjax.cli import bench_command
 from kvjax.layouts import Growing

@@ -29,7 +29,7 @@ from benchmarks.abstract import (
 from benchmarks.device_table import KERNELS
 from benchmarks.devices import LIMITS, compiling
 from kvjax import models
-from kvjax.attention.kernels.dispatch import kernels_for
+from kvjax.attention.paths import kernels_for
 from kvjax.core.compat import JAX, jax_0_8_compiler_options, jax_0_8_program_text
 from kvjax.core.target import DEVICE_SPECS, spec_of, target_of
 from kvjax.core.topology import (

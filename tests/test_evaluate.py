@@ -12,8 +12,7 @@ import pytest
 import kvjax
 from kvjax.policies.presets import parse_policy
 from kvjax.quality import reports
-from kvjax.quality.evaluation import evaluate
-from kvjax.quality.metrics import cache_bytes, pareto_front
+from kvjax.quality.evaluation import cache_bytes, evaluate, pareto_front
 from tests.texts import tokens_of
 
 CONTEXT = 320

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 import kvjax
 from kvjax import models
 from kvjax.core.target import Target, tracing_for
-from kvjax.models.stored import find_tensors
+from kvjax.models.files import find_tensors
 from tests.checkpoints import write_biased_keys, write_llama
 
 Tensors = dict[str, np.ndarray]

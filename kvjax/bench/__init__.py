@@ -1,13 +1,13 @@
 """Decode and prefill times on the current device; ``kvjax.bench.measure`` measures them."""
 
-from kvjax.bench.bandwidth import (
+from kvjax.bench.measuring import Bench, Cell, Split, measure
+from kvjax.bench.timing import (
     Bandwidth,
     cpu_bandwidth,
     jax_bandwidth,
     measure_bandwidth,
     peak_memory,
 )
-from kvjax.bench.measuring import Bench, Cell, Split, measure
 from kvjax.memory.sizes import weight_bytes_read
 
 __all__ = [

@@ -34,8 +34,7 @@ from typing import Any, Unpack
 import jax
 import numpy as np
 
-from kvjax.bench._timing import PolicyTimer, difference
-from kvjax.bench.bandwidth import Bandwidth, measure_bandwidth, peak_memory
+from kvjax.bench.timing import Bandwidth, PolicyTimer, difference, measure_bandwidth, peak_memory
 from kvjax.core.array_folder import expand_user
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.reporting import pyplot, readable_bytes

@@ -7,7 +7,7 @@ import jax
 import typer
 
 import kvjax
-from kvjax.attention.kernels.dispatch import gained_by_upgrading
+from kvjax.attention.paths import gained_by_upgrading
 from kvjax.cli import options
 from kvjax.cli.options import cache_policy
 from kvjax.cli.output import bytes_by_place, echo_json, format_table, show_progress

@@ -225,7 +225,7 @@ def _read_model(
     """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config_json import read_config
-    from kvjax.models.json_fields import Fields, read_json
+    from kvjax.models.files import Fields, read_json
     from kvjax.models.loading import compute_dtype, locate
     from kvjax.models.multimodal import is_read
 

@@ -11,11 +11,15 @@ from jaxtyping import PyTree
 
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
 from kvjax.core.validation import as_bool, as_int
-from kvjax.engine.cache_manager import CacheManager
+from kvjax.engine.cache_manager import (
+    DEFAULT_ROWS,
+    CacheManager,
+    engine_pool_config,
+    max_sequence_length,
+)
 from kvjax.engine.drafts import DraftPlanner
 from kvjax.engine.handle import Handle, InFlightStep, InFlightSteps, Piece
 from kvjax.engine.model_runner import ModelRunner, replacement_params
-from kvjax.engine.pool_config import DEFAULT_ROWS, engine_pool_config, max_sequence_length
 from kvjax.engine.request import Request, RequestOptions, RequestParams, parse_request
 from kvjax.engine.scheduler import Scheduler
 from kvjax.engine.speculative import SpeculativeDecoder, draft_runner_of

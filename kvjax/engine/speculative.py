@@ -19,9 +19,9 @@ from kvjax.core.pytree import pytree_dataclass, tree_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import as_int
+from kvjax.engine.cache_manager import max_pages_per_row, with_window_slack
 from kvjax.engine.drafts import MAX_DRAFT_TOKENS, AdjustCost
 from kvjax.engine.model_runner import ModelRunner
-from kvjax.engine.pool_config import max_pages_per_row, with_window_slack
 from kvjax.engine.programs import (
     EngineState,
     ProgramOutput,

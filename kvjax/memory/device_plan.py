@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, SingleDeviceSharding
 from jaxtyping import PyTree
 
-from kvjax.attention.kernels.dispatch import kernels_for
+from kvjax.attention.paths import kernels_for
 from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import abstract_arguments, array_shardings, nbytes, shards_of
 from kvjax.cache.state import KVCache

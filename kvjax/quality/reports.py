@@ -8,7 +8,7 @@ from typing import Any
 
 from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import pyplot
-from kvjax.quality.metrics import CacheBytes, Quality, pareto_front
+from kvjax.quality.evaluation import CacheBytes, Quality, pareto_front
 
 DEFAULT_POLICIES = ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1")
 

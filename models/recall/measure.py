@@ -24,8 +24,7 @@ from kvjax.core.typing import Array
 from kvjax.core.validation import as_int
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
-from kvjax.quality.evaluation import CHUNK, check_named, grow_to_hold
-from kvjax.quality.metrics import CacheBytes, cache_bytes
+from kvjax.quality.evaluation import CHUNK, CacheBytes, cache_bytes, check_named, grow_to_hold
 
 from .. import load
 from ..architecture import Architecture

@@ -14,8 +14,8 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.models.config import DecoderConfig
+from kvjax.models.files import find_tensors
 from kvjax.models.loading import read_generation
-from kvjax.models.stored import find_tensors
 from tests.oracle.conftest import run_reference
 from tests.oracle.test_logits import LENGTHS, LONG, SHORT, SMALL, cached
 

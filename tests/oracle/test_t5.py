@@ -13,7 +13,7 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.models.stored import find_tensors
+from kvjax.models.files import find_tensors
 from kvjax.models.t5 import buckets_of
 from tests.oracle.conftest import randomise
 
