@@ -102,7 +102,7 @@ class LayerContext(NamedTuple):
       extra: more inputs of a family's layers, such as per-layer embeddings.
     """
 
-    step: kvjax.Step
+    step: kvjax.attention.Step
     rotary: Rotary
     extra: PyTree = None
 

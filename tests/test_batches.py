@@ -57,7 +57,7 @@ def sessions(lm, texts=("one", "another", "a third")):
     ]
     parked = [kvjax.migrate(result.cache, kvjax.Host()) for result in began]
     return [
-        kvjax.Batch(pending_tokens, cache)
+        kvjax.generation.Batch(pending_tokens, cache)
         for pending_tokens, cache in zip(again, parked, strict=True)
     ], wanted
 
@@ -129,7 +129,7 @@ def test_a_chain_of_results(tiny_llama):
     def source():
         yield "abc"
         for _ in range(2):
-            yield kvjax.Batch(held[-1].pending_tokens, held[-1].cache)
+            yield kvjax.generation.Batch(held[-1].pending_tokens, held[-1].cache)
 
     limits = InferenceLimits(prefetch_steps=0)
     for result in kvjax.generate_batches(tiny_llama, source(), limits=limits, max_len=64, **AT):
@@ -172,7 +172,7 @@ def test_an_error_of_the_stream_waits_its_turn(tiny_llama):
 def test_one_cache_for_two_batches_is_refused(tiny_llama):
     batches, _ = sessions(tiny_llama, ("one",))
     for placement in (None, kvjax.Device()):
-        again = kvjax.Batch(batches[0].prompts, kvjax.fork(batches[0].cache))
+        again = kvjax.generation.Batch(batches[0].prompts, kvjax.fork(batches[0].cache))
         results = kvjax.generate_batches(tiny_llama, [again, again], placement=placement, **AT)
         next(results)
         with pytest.raises(ValueError, match="was used up by an earlier call"):
@@ -198,7 +198,7 @@ def test_wrong_arguments_are_told_at_once(tiny_llama, wrong, message):
     with pytest.raises(ValueError, match="prompts are a text, a list of texts"):
         next(kvjax.generate_batches(tiny_llama, [None]))
     with pytest.raises(ValueError, match="must be a KVCache, got 'static'"):
-        kvjax.Batch("a", "static")
+        kvjax.generation.Batch("a", "static")
 
 
 def test_stopping_early_leaves_nothing_running(tiny_llama):
@@ -212,4 +212,4 @@ def test_stopping_early_leaves_nothing_running(tiny_llama):
 
 def test_a_batch_is_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        kvjax.Batch("abc").prompts = "d"
+        kvjax.generation.Batch("abc").prompts = "d"

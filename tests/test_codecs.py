@@ -367,8 +367,8 @@ def test_padding_keeps_means(tokens):
 
 def test_transformers_residuals_shorter_than_a_block():
     """As in Transformers' own tests: only the newest block stays raw."""
-    policy = kvjax.transformers_policy(residual_length=4)
+    policy = kvjax.policies.transformers_policy(residual_length=4)
     assert (policy.block, policy.recent, policy.keys.group_size) == (8, 0, 64)
-    assert kvjax.transformers_policy(residual_length=8) == policy
+    assert kvjax.policies.transformers_policy(residual_length=8) == policy
     with pytest.raises(ValueError, match="residual_length must be an integer >= 1"):
-        kvjax.transformers_policy(residual_length=0)
+        kvjax.policies.transformers_policy(residual_length=0)

@@ -629,7 +629,7 @@ def test_a_service_serves_its_readers():
         return handle
 
     async def all_of_them():
-        async with kvjax.Service(engine) as service:
+        async with kvjax.engine.Service(engine) as service:
             gone, *found = await asyncio.gather(
                 leave(service), *(read(service, number) for number in range(12))
             )

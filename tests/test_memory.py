@@ -460,7 +460,7 @@ def test_layers_fetched_ahead_are_planned_for(tiny_llama):
 def test_what_fits_of_an_automatic_cache():
     """The largest batch has all layers on the host; it is no multiple of a single row."""
     model = Architecture(tiny_config())
-    policy = kvjax.Auto(kvjax.policy("dynamic"), 500_000)
+    policy = kvjax.policies.Auto(kvjax.policy("dynamic"), 500_000)
     (room,) = kvjax.memory.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})
     batch = room.largest_batch
     assert (

@@ -116,7 +116,7 @@ def logits_of(model, params, cache):
     return found
 
 
-HYBRID = kvjax.Hybrid(
+HYBRID = kvjax.policies.Hybrid(
     kvjax.CachePolicy(Dense(), Raw(), CODECS["int8"], block=BLOCK),
     kvjax.CachePolicy(Ring(slack=15), CODECS["int8"], Raw(), block=BLOCK),
 )

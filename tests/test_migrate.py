@@ -231,7 +231,7 @@ def sizes_of(lm, bits, tokens, batch=2):
 def auto(lm, bits, layout=GROWING):
     """A budget for one of two layers when rows have 512 tokens."""
     layer, tail = sizes_of(lm, bits, 512)
-    return kvjax.Auto(stored(bits, layout), 2 * layer + tail)
+    return kvjax.policies.Auto(stored(bits, layout), 2 * layer + tail)
 
 
 PROMPTS = ["A cache of keys and values" * 9, "abc"]
@@ -307,7 +307,7 @@ def test_more_rows_send_layers_away(tiny_llama, layout):
 def test_a_memory_that_is_too_small_is_an_error_before_anything_is_made(tiny_llama):
     least = 2 * sizes_of(tiny_llama, 16, 512)[1]
     before = len(alive())
-    small = kvjax.Auto(stored(16, GROWING), least - 1)
+    small = kvjax.policies.Auto(stored(16, GROWING), least - 1)
     with pytest.raises(ValueError, match=r"the cache may use .* bytes of the device.* need"):
         kvjax.generate(tiny_llama, PROMPTS, cache=small, **AT)
     assert len(alive()) == before
@@ -326,11 +326,11 @@ def test_a_layer_that_can_not_leave(tiny_llama):
     choice, prompt = [stored(16, GROWING), ring], ["abc" * 78]
     away = [stored(16, Dense(), kvjax.Host()), ring]
     least = kvjax.memory.cache_nbytes(tiny_llama.config, away, batch=1, max_len=512)["device"]
-    found = kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least), **AT)
+    found = kvjax.generate(tiny_llama, prompt, cache=kvjax.policies.Auto(choice, least), **AT)
     assert places(found.cache) == ["host", "device"]
     assert found.tokens == kvjax.generate(tiny_llama, prompt, cache=choice, **AT).tokens
     with pytest.raises(ValueError, match="the cache may use"):
-        kvjax.generate(tiny_llama, prompt, cache=kvjax.Auto(choice, least - 1), **AT)
+        kvjax.generate(tiny_llama, prompt, cache=kvjax.policies.Auto(choice, least - 1), **AT)
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def test_auto_chooses_when_a_cache_is_made():
     inner = kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int8"], block=BLOCK)
     static = kvjax.init_cache(config, inner, batch=2, max_len=1024)
     layer = kvjax.nbytes(static)["device"] // 4
-    policy = kvjax.Auto(inner, 3 * layer)
+    policy = kvjax.policies.Auto(inner, 3 * layer)
     cache = kvjax.init_cache(config, policy, batch=2, max_len=1024)
     assert places(cache) == ["device", "device", "host", "host"]
     assert kvjax.nbytes(cache)["device"] <= 3 * layer
@@ -396,7 +396,7 @@ def test_make_room_grows_and_moves():
     inner = kvjax.CachePolicy(Growing(start=64), Raw(), Raw())
     small = kvjax.init_cache(config, inner, batch=1)
     whole = kvjax.nbytes(small)["device"]
-    cache = kvjax.init_cache(config, kvjax.Auto(inner, 20 * whole), batch=1)
+    cache = kvjax.init_cache(config, kvjax.policies.Auto(inner, 20 * whole), batch=1)
     step = jax.jit(kvjax.models.Architecture(config).apply, donate_argnums=2)
     params = kvjax.models.Architecture(config).init_params(0)
     cache = step(params, jnp.asarray(TEXT[:1, :40]), cache)[1]

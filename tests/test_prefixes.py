@@ -59,8 +59,8 @@ POLICIES = {
     "4 and 2 bits": whole(CODECS["int4"], CODECS["int2"]),
     "sinks": ring(16, 40, 4, 15),
     "sinks of 8 bits": ring(16, 40, 4, 23, INT8, INT8),
-    "hybrid": kvjax.Hybrid(whole(size=32), ring(16, None, 0, 15)),
-    "hybrid of slots": kvjax.Hybrid(whole(), kvjax.CachePolicy(Ring(slack=15))),
+    "hybrid": kvjax.policies.Hybrid(whole(size=32), ring(16, None, 0, 15)),
+    "hybrid of slots": kvjax.policies.Hybrid(whole(), kvjax.CachePolicy(Ring(slack=15))),
     "host": whole(placement=kvjax.Host()),
 }
 COVERED = ("int8", "hybrid")
@@ -599,7 +599,7 @@ def test_batch_after_batch_finds_what_went_before():
             {"policy": [kvjax.CachePolicy(Paged(16)), "static"]},
             "layer 1 keeps whole sequences out",
         ),
-        ({"policy": kvjax.Auto("paged", 2**20)}, "moves layers while it runs"),
+        ({"policy": kvjax.policies.Auto("paged", 2**20)}, "moves layers while it runs"),
         ({"pages": None}, "give either pages=, or memory="),
         ({"memory": "1MB"}, "give either pages=, or memory="),
         ({"pages": None, "memory": 8}, "memory is 8 bytes, but one page of all layers takes 4096"),

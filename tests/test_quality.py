@@ -66,7 +66,9 @@ def test_large_key_biases_do_not_collapse(biased, tokens):
 @pytest.mark.rare
 def test_edges_at_more_bits_are_better_than_without(embedded, tokens):
     low, high = kvjax.policy(bits=1), kvjax.policy(bits=8)
-    found = evaluate(embedded, tokens, {"low": low, "edges": kvjax.Edges(low, high), "high": high})
+    found = evaluate(
+        embedded, tokens, {"low": low, "edges": kvjax.policies.Edges(low, high), "high": high}
+    )
     kl = [found[name].overall.mean_kl for name in ("high", "edges", "low")]
     size = [found[name].bytes.body for name in ("high", "edges", "low")]
     assert kl == sorted(kl) and size == sorted(size, reverse=True)

@@ -153,7 +153,7 @@ MODELS = {
         [Held(None, sight=(6, 2)), Held(None)],
     ),
     "hybrid-raw-and-int4": (
-        kvjax.Hybrid(
+        kvjax.policies.Hybrid(
             kvjax.CachePolicy(Dense(), *BOTH[0], block=BLOCK),
             kvjax.CachePolicy(Ring(slack=15), *BOTH[1], block=BLOCK),
         ),

@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 MODULES = (
-    "kvjax", "kvjax.bench", "kvjax.chats", "kvjax.codecs", "kvjax.engine", "kvjax.layouts",
-    "kvjax.memory", "kvjax.models", "kvjax.paging", "kvjax.prefixes",
+    "kvjax", "kvjax.attention", "kvjax.bench", "kvjax.chats", "kvjax.codecs", "kvjax.engine",
+    "kvjax.generation", "kvjax.layouts", "kvjax.memory", "kvjax.models", "kvjax.operations",
+    "kvjax.paging", "kvjax.policies", "kvjax.prefixes", "kvjax.rollouts",
     "kvjax.adapters.equinox", "kvjax.adapters.keras", "kvjax.adapters.keras_hub",
     "kvjax.adapters.linen", "kvjax.adapters.nnx", "kvjax.adapters.tunix",
 )  # fmt: skip

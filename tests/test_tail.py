@@ -226,7 +226,7 @@ def test_policies_by_name_and_by_layer():
     hybrid = kvjax.policy("hybrid", bits=2, group_size=32)
     assert hybrid.full.keys.bits == hybrid.sliding.values.bits == 2
     assert hybrid.full.keys.group_size == 32
-    edges = kvjax.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
+    edges = kvjax.policies.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
     config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
     assert [p.keys.bits for p in edges.per_layer(config)] == [4, 2, 2, 4, 4]
     for arguments, message in (

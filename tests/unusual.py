@@ -286,7 +286,7 @@ class World:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.service = kvjax.Service(served)
+        self.service = kvjax.engine.Service(served)
         self._wait(self.service.__aenter__())
         app = make_app(ServerState(lm, self.service, ServerSettings(name=MODEL)))
         self._client = httpx.AsyncClient(

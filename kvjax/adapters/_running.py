@@ -37,7 +37,7 @@ class RunningCall:
 
     @property
     def positions(self) -> Positions:
-        """Positions of the call's tokens, for learned position embeddings; see ``kvjax.Step``."""
+        """Positions of the call's tokens, for learned position embeddings; see ``Step``."""
         return self.step.positions
 
     def attend(
@@ -50,7 +50,7 @@ class RunningCall:
         rotary: RotaryTable | None = None,
         **sight: Unpack[AttentionOptions],
     ) -> TokensFirst:
-        """``kvjax.Step.attend`` with the axes of ``TokensFirst``."""
+        """``kvjax.attention.Step.attend`` with the axes of ``TokensFirst``."""
         if self._ended:
             raise ValueError("the call has ended: call done() after the model's last layer")
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
@@ -74,7 +74,8 @@ def running(
         return logits, call.done()
 
     The layers must be traced together with the call, not inside a scan, ``remat`` or ``jit`` of
-    their own, which can't carry their updates. Models with these pass on a ``kvjax.Step`` instead.
+    their own, which can't carry their updates. Models with these pass on a ``kvjax.attention.Step``
+    instead.
     """
     call = RunningCall(step(cache, tokens, lengths=lengths))
     token = _current.set(call)

@@ -22,7 +22,7 @@ def attention_fn(
     """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache.
 
     See ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan`` can't use it; their modules
-    pass on a ``kvjax.Step`` instead.
+    pass on a ``kvjax.attention.Step`` instead.
     """
     return cached_attention(layer, nn.dot_product_attention, rotary, sight)
 

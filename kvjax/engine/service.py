@@ -21,7 +21,7 @@ class Service:
 
     ::
 
-        async with kvjax.Service(engine) as service:
+        async with kvjax.engine.Service(engine) as service:
             handle = service.submit("The json module", max_new_tokens=32)
             async for piece in service.pieces(handle):
                 print(piece.text, end="")

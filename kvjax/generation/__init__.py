@@ -1,1 +1,7 @@
 """Prompts to text: requests, sessions, compiled programs, results."""
+
+from kvjax.generation.aot.compiling import Compiled
+from kvjax.generation.batches import Batch
+from kvjax.generation.scoring import Scored
+
+__all__ = ["Batch", "Compiled", "Scored"]

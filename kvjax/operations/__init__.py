@@ -1,1 +1,5 @@
 """Functions from caches to caches, except for writing tokens."""
+
+from kvjax.operations.saving import SavedCache
+
+__all__ = ["SavedCache"]

@@ -42,7 +42,9 @@ def theirs(layers: Any, torch: Any, backend: str, nbits: int, axis: int, x: np.n
 
 def ours(backend: str, nbits: int, axis: int, x: np.ndarray) -> np.ndarray:
     """Numbers as the policy of the same settings gives them back."""
-    policy = kvjax.transformers_policy(backend, nbits=nbits, axis_key=axis, axis_value=axis)
+    policy = kvjax.policies.transformers_policy(
+        backend, nbits=nbits, axis_key=axis, axis_value=axis
+    )
     assert policy.block == 64 and policy.recent == 1
     codec = policy.keys.resolve("float32", "cpu")
     blocks = jnp.asarray(x).reshape(1, 2, 2, 64, 64)
