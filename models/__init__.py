@@ -11,8 +11,6 @@ from kvjax.generation.model import GenerationDefaults
 from .architecture import Architecture, first_layers
 from .config import (
     Cohere2Config,
-    Gemma3nConfig,
-    Gemma4Config,
     GemmaConfig,
     GPT2Config,
     Llama4Config,
@@ -25,6 +23,7 @@ from .config import (
     T5Config,
 )
 from .config_fields import supported
+from .config_gemma import Gemma3nConfig, Gemma4Config
 from .config_json import read_config
 from .loading import load
 from .rope import model_rotary

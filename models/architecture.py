@@ -22,12 +22,9 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import apply_in_chunks
 from kvjax.policies.model_config import common_heads
 
-from .cohere2 import Cohere2
 from .config import (
     Cohere2Config,
     Config,
-    Gemma3nConfig,
-    Gemma4Config,
     GemmaConfig,
     GPT2Config,
     Llama4Config,
@@ -36,10 +33,10 @@ from .config import (
     MoeConfig,
     NeoXConfig,
     Phi3Config,
-    SharingConfig,
     T5Config,
 )
-from .decoder import Decoder, Phi3
+from .config_gemma import Gemma3nConfig, Gemma4Config, SharingConfig
+from .decoder import Cohere2, Decoder, Phi3
 from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without_unknown
 from .gemma import Gemma3n, Gemma4
 from .gpt2 import GPT2

@@ -1,9 +1,10 @@
-"""Read ``config.json`` of the Gemma families."""
+"""Configurations of Gemma 3n and Gemma 4, and readers of the Gemma families' ``config.json``."""
 
-from dataclasses import replace
-from typing import Any
+import re
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
-from .config import Gemma3nConfig, Gemma4Config, GemmaConfig, SharingConfig
+from .config import DecoderConfig, GemmaConfig
 from .config_fields import (
     FULL,
     LOCAL,
@@ -16,6 +17,89 @@ from .config_fields import (
     refused,
 )
 from .files import Fields
+
+
+@dataclass(frozen=True)
+class SharingConfig(DecoderConfig):
+    """The fields that Gemma 3n and Gemma 4 share.
+
+    Attributes:
+      intermediate_sizes: the feed-forward width of each layer.
+      num_kv_shared_layers: the number of layers, at the end, that attend to earlier layers' keys
+        and values.
+      hidden_size_per_layer_input: the width of the per-layer embeddings; 0 if there are none.
+      vocab_size_per_layer_input: the rows of the per-layer embedding table.
+    """
+
+    _: KW_ONLY
+    intermediate_sizes: tuple[int, ...]
+    num_kv_shared_layers: int
+    hidden_size_per_layer_input: int
+    vocab_size_per_layer_input: int
+
+    names: ClassVar = replace(
+        DecoderConfig.names,
+        # Files may contain key and value weights of layers that do not use them.
+        buffers=re.compile(r"(^|\.)(rotary_emb\.\w*inv_freq|self_attn\.[kv]_(proj|norm)\.\w+)$"),
+    )
+
+    @property
+    def cache_sources(self) -> tuple[int, ...]:
+        """For each layer, the layer whose keys and values it attends to."""
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        last = {(window is None): n for n, window in enumerate(self.windows[:own])}
+        return (*range(own), *(last[window is None] for window in self.windows[own:]))
+
+
+@dataclass(frozen=True)
+class Gemma3nConfig(SharingConfig):
+    """The text part of Gemma 3n.
+
+    Attributes:
+      activation_sparsity_pattern: the share of gates that each layer sets to zero.
+      altup_num_inputs: the number of parallel hidden states (AltUp).
+      altup_active_idx: the hidden state that layers compute on.
+      altup_correct_scale: whether the corrected active state is scaled.
+      laurel_rank: the rank of the low-rank branch next to attention (LAuReL).
+    """
+
+    _: KW_ONLY
+    activation_sparsity_pattern: tuple[float, ...]
+    altup_num_inputs: int
+    altup_active_idx: int
+    altup_correct_scale: bool
+    laurel_rank: int
+
+
+@dataclass(frozen=True)
+class Gemma4Config(SharingConfig):
+    """The text part of Gemma 4.
+
+    Attributes:
+      num_key_value_heads, head_dim: of layers with a window.
+      num_global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
+      attention_k_eq_v: whether the latter have no value projection and use the keys as values.
+      num_experts: 0 if the model has no experts.
+    """
+
+    _: KW_ONLY
+    num_global_key_value_heads: int
+    global_head_dim: int
+    attention_k_eq_v: bool
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    moe_intermediate_size: int = 0
+
+    names: ClassVar = replace(SharingConfig.names, experts="stacked")
+
+    @property
+    def per_layer_config(self) -> tuple[DecoderConfig, ...]:
+        """The configuration of each layer, with its own heads."""
+        others = replace(
+            self, num_key_value_heads=self.num_global_key_value_heads, head_dim=self.global_head_dim
+        )
+        return tuple(others if window is None else self for window in self.windows)
+
 
 _GEMMA2 = Family(
     256000, 9216, 4, 256, 8192, attention_bias=True, sliding_window="alternate", hidden_size=2304,

@@ -5,7 +5,9 @@ are applied before each of the two, in Gemma also after, and in OLMo 2 only afte
 arXiv:2302.13971; Jiang et al., arXiv:2310.06825; Yang et al., arXiv:2407.10671; Gemma 2,
 arXiv:2408.00118; Gemma 3, arXiv:2503.19786; OLMo 2, arXiv:2501.00656). In Phi-3 (Abdin et al.,
 arXiv:2404.14219) one projection computes queries, keys and values, and one computes the gate and up
-halves of the feed-forward layer. Attributes have the same names as the tensors in Transformers.
+halves of the feed-forward layer. In Cohere 2 (Cohere, "Command A", arXiv:2504.00698) attention and
+the feed-forward layer run in parallel with one norm for both, and only layers with a window have
+rotary positions. Attributes have the same names as the tensors in Transformers.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,7 +19,7 @@ from jaxtyping import Array, Int
 
 from kvjax.core.compat import flax_0_12_list
 
-from .config import DecoderConfig
+from .config import Cohere2Config, DecoderConfig
 from .frame import Frame, Layer, LayerClass, LayerContext, Logits, Rotary
 from .layers import (
     ACTIVATIONS,
@@ -274,3 +276,25 @@ class Phi3(Decoder):
         "down_proj": Divided.INPUTS,
         "lm_head": Divided.ROWS,
     }
+
+
+class Cohere2Block(Block):
+    """One layer. Attention and feed-forward both read the normed input of the layer."""
+
+    def make_norms(self, config: DecoderConfig) -> None:
+        self.input_layernorm = make_norm(config, config.hidden_size)
+
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        normed = self.input_layernorm(x)
+        attention_output, context = self.self_attn(normed, context)
+        return x + attention_output + self.mlp(normed), context
+
+
+class Cohere2(Decoder):
+    """Cohere 2 with its language-model head."""
+
+    block: ClassVar = Cohere2Block
+    config: Cohere2Config
+
+    def logits(self, x: Hidden) -> Logits:
+        return super().logits(x) * self.config.logit_scale

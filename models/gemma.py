@@ -28,7 +28,8 @@ from kvjax.cache.state import KVCache
 from kvjax.core.compat import flax_0_12_list
 
 from . import decoder
-from .config import DecoderConfig, Gemma3nConfig, Gemma4Config, SharingConfig
+from .config import DecoderConfig
+from .config_gemma import Gemma3nConfig, Gemma4Config, SharingConfig
 from .frame import LayerClass, LayerContext, Logits
 from .layers import (
     ACTIVATIONS,

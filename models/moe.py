@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.validation import CheckpointError
 
 from . import decoder
-from .config import DecoderConfig, Gemma4Config, MoeConfig
+from .config import DecoderConfig, MoeConfig
+from .config_gemma import Gemma4Config
 from .files import Stored, StoredTensor
 from .layers import ACTIVATIONS, Hidden, Linear, contract_last, normal
 

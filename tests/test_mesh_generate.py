@@ -22,8 +22,6 @@ from kvjax.memory.sizes import weight_bytes
 from kvjax.models.architecture import Architecture
 from kvjax.models.config import (
     Cohere2Config,
-    Gemma3nConfig,
-    Gemma4Config,
     GemmaConfig,
     GPT2Config,
     Llama4Config,
@@ -32,6 +30,7 @@ from kvjax.models.config import (
     Phi3Config,
     RopeConfig,
 )
+from kvjax.models.config_gemma import Gemma3nConfig, Gemma4Config
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of
