@@ -41,8 +41,7 @@ from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without
 from .gemma import Gemma3n, Gemma4
 from .gpt2 import GPT2
 from .layers import param_shardings
-from .llama4 import Llama4
-from .moe import Moe
+from .moe import Llama4, Moe
 from .neox import NeoX
 from .t5 import T5
 from .weights import Params, save

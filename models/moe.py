@@ -1,8 +1,13 @@
-"""Mixture-of-experts layers, and the formats in which files store experts.
+"""Mixture-of-experts models such as Mixtral and Llama 4, and how files store experts.
 
 Files store one tensor per expert and matrix, or stacked tensors in which the gate and up
 projections are fused. In kvjax, each of the three matrices of a layer is one array [experts, out,
 in], assembled when the files are read.
+
+The text part of Llama 4 (Meta, "The Llama 4 herd", 2025) has routed experts with a shared expert.
+Queries in layers with rotary positions see only their own chunk. The other layers have no rotary
+positions and full attention, and scale their queries up with the position to keep attention sharp
+in long sequences (Nakanishi, arXiv:2501.19399).
 """
 
 import re
@@ -20,10 +25,11 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.validation import CheckpointError
 
 from . import decoder
-from .config import DecoderConfig, MoeConfig
+from .config import DecoderConfig, Llama4Config, MoeConfig
 from .config_gemma import Gemma4Config
 from .files import Stored, StoredTensor
-from .layers import ACTIVATIONS, Hidden, Linear, contract_last, normal
+from .frame import LayerContext
+from .layers import ACTIVATIONS, FeedForward, Hidden, Linear, contract_last, normal, unit
 
 Form = Literal["apart", "joined", "stacked"]
 """How published files store experts.
@@ -255,3 +261,71 @@ class Moe(decoder.Decoder):
     """
 
     block: ClassVar = Block
+
+
+class Llama4Attention(decoder.Attention):
+    """Attention of one layer: chunked with rotary positions, or full without them."""
+
+    def __init__(self, config: Llama4Config, layer: int, *, rngs: nnx.Rngs):
+        super().__init__(config, layer, rngs=rngs)
+        self.epsilon, self.temperature = config.rms_norm_eps, config.attn_temperature
+        self.rotated = config.ropes[layer] is not None
+        self.unit = self.rotated and config.use_qk_norm
+
+    def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
+        config, layer = self.config, self.layer
+        queries, keys, values = self.heads(x)
+        if not self.rotated and self.temperature is not None:
+            factor, step = self.temperature
+            steps = jnp.floor((context.step.positions.astype(jnp.float32) + 1) / step)
+            growth = jnp.log1p(steps) * factor + 1
+            queries = (queries * growth[:, None, :, None]).astype(queries.dtype)
+        if self.unit:
+            # Rotation preserves the norm, so normalizing before the rotation is equivalent.
+            queries, keys = (unit(x, self.epsilon).astype(x.dtype) for x in (queries, keys))
+        chunk = config.windows[layer]
+        attention_output, context = context.attend(
+            layer, queries, keys, values, scale=config.query_scale, window=chunk, chunk=chunk
+        )
+        return self.o_proj(attention_output), context
+
+
+class SharedExpertFeedForward(nnx.Module):
+    """A shared expert, and routed experts. The router selects the top-k logits; their sigmoids
+    scale the inputs of the selected experts."""
+
+    def __init__(self, config: Llama4Config, *, rngs: nnx.Rngs):
+        self.choices = config.num_experts_per_tok
+        hidden, dtype = config.hidden_size, config.dtype
+        self.router = Linear(hidden, config.num_experts, bias=False, dtype=dtype, rngs=rngs)
+        self.experts = Experts(config, scales_inputs=True, rngs=rngs)
+        self.shared_expert = FeedForward(
+            hidden, config.moe_intermediate_size, activation=config.hidden_act, bias=False,
+            dtype=dtype, rngs=rngs,
+        )  # fmt: skip
+
+    def __call__(self, x: Hidden) -> Hidden:
+        rows = x.reshape(-1, x.shape[-1])
+        logits, chosen = lax.top_k(self.router(rows), self.choices)
+        parts = jax.nn.sigmoid(logits.astype(jnp.float32))
+        return self.shared_expert(x) + self.experts(rows, chosen, parts).reshape(x.shape)
+
+
+class Llama4Block(decoder.Block):
+    """One layer. The layers in ``dense_layers`` have a feed-forward module without experts."""
+
+    attention: ClassVar = Llama4Attention
+
+    def make_feed_forward(
+        self, config: DecoderConfig, layer: int, rngs: nnx.Rngs
+    ) -> decoder.FeedForwardModule:
+        assert isinstance(config, Llama4Config)
+        if layer in config.dense_layers:
+            return super().make_feed_forward(config, layer, rngs)
+        return SharedExpertFeedForward(config, rngs=rngs)
+
+
+class Llama4(decoder.Decoder):
+    """The text part of Llama 4 with its language-model head."""
+
+    block: ClassVar = Llama4Block

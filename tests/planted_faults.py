@@ -70,7 +70,7 @@ FAULTS = (
         "where = None if present is None else weights > -1", ("t4",),
     ),
     Fault(
-        "a scale of 8-bit floats is forgotten", "codecs/float8.py",
+        "a scale of 8-bit floats is forgotten", "codecs/scales.py",
         "return in_range(self.groups.join(split * self.decode_scale(store.scale)), self.dtype)",
         "return in_range(self.groups.join(split), self.dtype)", ("codecs",),
     ),
@@ -800,12 +800,12 @@ FAULTS = (
         ("speculation",),
     ),
     Fault(
-        "the draft model's cache keeps rejected tokens", "generation/drafts/propose.py",
+        "the draft model's cache keeps rejected tokens", "generation/drafts/draft_model.py",
         "return context.rewind(jnp.maximum(context.cache.length - lengths, 0))",
         "return context.rewind(0 * lengths)", ("speculation",),
     ),
     Fault(
-        "prompt lookup starts one token too early", "generation/drafts/propose.py",
+        "prompt lookup starts one token too early", "generation/drafts/draft_model.py",
         "return best, newest + 1",
         "return best, newest + 0", ("speculation",),
     ),

@@ -49,7 +49,7 @@ from kvjax.engine.programs import (
     VerifyInputs,
 )
 from kvjax.engine.speculative import ProposeInputs, propose, verify
-from kvjax.generation.drafts.propose import DraftModelProposer
+from kvjax.generation.drafts.draft_model import DraftModelProposer
 from kvjax.generation.programs import Progress
 from kvjax.layouts import Growing
 from kvjax.memory.device_plan import call_in_subprocess, plan_on

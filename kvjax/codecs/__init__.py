@@ -4,11 +4,11 @@ from kvjax.codecs.codec import Codec, Raw, Store, plain_scores, plain_weighted_v
 from kvjax.codecs.codec import long_scores as long_scores
 from kvjax.codecs.codec import long_weighted_values as long_weighted_values
 from kvjax.codecs.codec import merge_blocks as merge_blocks
-from kvjax.codecs.float8 import Float8
 from kvjax.codecs.integer import BITS as BITS
 from kvjax.codecs.integer import MULTIPLE as MULTIPLE
 from kvjax.codecs.integer import Int1, Int2, Int3, Int4, Int8, Integer
 from kvjax.codecs.quantized import Quantized, dequantize_kv, quantize_kv, quantized_codec
+from kvjax.codecs.scales import Float8
 from kvjax.codecs.wrappers import Centered, HalfQuadratic, Rotated, Unrotated
 from kvjax.codecs.wrappers import CodecWrapper as CodecWrapper
 

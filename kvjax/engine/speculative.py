@@ -36,8 +36,7 @@ from kvjax.engine.programs import (
 )
 from kvjax.engine.rows import RunningSequence
 from kvjax.generation.drafts.acceptance import DraftCost, cost_alone
-from kvjax.generation.drafts.draft_model import Draft, DraftModel
-from kvjax.generation.drafts.propose import DraftModelProposer
+from kvjax.generation.drafts.draft_model import Draft, DraftModel, DraftModelProposer
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Progress, choose_tokens

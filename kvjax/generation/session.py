@@ -16,7 +16,7 @@ from kvjax.core.transfer import commit_like, fetch, put_like_rows
 from kvjax.core.typing import Array
 from kvjax.generation import programs
 from kvjax.generation.drafts.acceptance import Acceptance
-from kvjax.generation.drafts.propose import Proposer
+from kvjax.generation.drafts.draft_model import Proposer
 from kvjax.generation.drafts.speculative import SpeculativeDecoder
 from kvjax.generation.encoder import SOURCE, has_encoded
 from kvjax.generation.loaded_model import LanguageModel

@@ -19,8 +19,7 @@ from jax import lax
 
 from kvjax.attention.kernels.common import DType, core_of
 from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
-from kvjax.codecs.float8 import FIELDS
-from kvjax.codecs.scales import ScaledCodec
+from kvjax.codecs.scales import FIELDS, ScaledCodec
 from kvjax.core.typing import Array
 
 TERMS = 3

@@ -17,9 +17,8 @@ from jax import lax
 
 from kvjax.attention.kernels.common import DType, KernelInputs
 from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
-from kvjax.codecs.float8 import FIELDS, Scaled
 from kvjax.codecs.integer import Packed
-from kvjax.codecs.scales import ScaledCodec
+from kvjax.codecs.scales import FIELDS, Scaled, ScaledCodec
 from kvjax.codecs.wrappers import CenteredStore
 from kvjax.core.typing import Array
 from kvjax.placement.order import LaneTiled, Orders, RowTiled

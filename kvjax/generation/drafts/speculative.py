@@ -29,12 +29,15 @@ from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation import programs
 from kvjax.generation.drafts.acceptance import Acceptance, default_length, draft_cost
-from kvjax.generation.drafts.draft_model import Draft, DraftModel, PromptLookup, relative_size
-from kvjax.generation.drafts.propose import (
+from kvjax.generation.drafts.draft_model import (
+    Draft,
+    DraftModel,
     DraftModelProposer,
     DraftTokens,
     LookupProposer,
+    PromptLookup,
     Proposer,
+    relative_size,
 )
 from kvjax.generation.model import Model
 from kvjax.generation.programs import MAX_STEPS, Cached, Progress, choose_and_score, gather_vocab

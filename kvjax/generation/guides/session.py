@@ -22,7 +22,7 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.generation.drafts import speculative
 from kvjax.generation.drafts.acceptance import DEFAULT_LENGTH, Acceptance
-from kvjax.generation.drafts.propose import DraftTokens, Proposer
+from kvjax.generation.drafts.draft_model import DraftTokens, Proposer
 from kvjax.generation.drafts.speculative import DraftLogits, SpeculativeDecoder
 from kvjax.generation.guides.masks import GuideMasks, mask_words
 from kvjax.generation.loaded_model import LanguageModel
