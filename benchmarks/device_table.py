@@ -53,7 +53,7 @@ def row(device: str, title: str) -> dict[str, Any]:
             if target_of(target_device(device)).before_ampere:
                 model = replace(model, dtype="float16")
             plan = plan_on(model, POLICIES[policy], device=device, batch=BATCH, max_len=FILLED)
-            moved, ideal = plan.moved, plan.ideal
+            moved, ideal = plan.bytes_moved, plan.min_bytes_moved
     except (ValueError, NotImplementedError, ImportError, jax.errors.JaxRuntimeError) as error:
         return about | {"refused": " ".join(str(error).split())[:200]}
     return about | {

@@ -47,7 +47,7 @@ def _sizes(shapes: Mapping[str, ModelShape]) -> str:
             plan(shape, kvjax.policy(**bits), max_len=shape.context or 1, compiled=False)
             for bits in BITS.values()
         ]
-        tokens = " | ".join(readable_bytes(p.token["device"]) for p in plans)
+        tokens = " | ".join(readable_bytes(p.bytes_per_token["device"]) for p in plans)
         whole = readable_bytes(plans[0].cache["device"])
         rows.append(
             f"| {name} | {readable_bytes(plans[0].weights)} | {tokens} | "
@@ -64,9 +64,9 @@ def _operations(shapes: Mapping[str, ModelShape]) -> str:
     for name, shape in shapes.items():
         found = plan(shape, max_len=shape.context or 1, compiled=False)
         rows.append(
-            f"| {name}, {found.length:,} tokens | {found.operations:.2g} | "
-            f"{found.operations_uncached:.2g} | {readable_bytes(found.moved)} | "
-            f"{readable_bytes(found.moved_uncached)} |"
+            f"| {name}, {found.length:,} tokens | {found.flops:.2g} | "
+            f"{found.flops_uncached:.2g} | {readable_bytes(found.bytes_read)} | "
+            f"{readable_bytes(found.bytes_read_uncached)} |"
         )
     return "\n".join(rows)
 
@@ -81,7 +81,7 @@ def _rooms(shapes: Mapping[str, ModelShape]) -> str:
         memory, devices = MEMORIES[name]
         rooms = kvjax.memory.what_fits(
             shape, max_len=shape.context or 1, memory=memory, devices=devices, fraction=FRACTION,
-            choices={bits: kvjax.policy(**it) for bits, it in BITS.items()},
+            policies={bits: kvjax.policy(**it) for bits, it in BITS.items()},
         )  # fmt: skip
         device = f"{devices} x {readable_bytes(memory)}" if devices > 1 else readable_bytes(memory)
         each = " | ".join(f"{room.largest_batch:,}" for room in rooms)

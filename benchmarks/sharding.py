@@ -160,8 +160,9 @@ def linked(device: str) -> str:
             rows.append([
                 ", ".join(f"{axis}={size}" for axis, size in sizes.items()), name,
                 f"{found.weights / 1e9:.2f}", f"{found.cache['device'] / 1e9:.2f}",
-                f"{found.temporaries / 1e6:.0f}", f"{found.moved / found.ideal:.3f}",
-                str(found.collectives), f"{found.sent / 1e3:,.0f}",
+                f"{found.temporaries / 1e6:.0f}",
+                f"{found.bytes_moved / found.min_bytes_moved:.3f}", str(found.collectives),
+                f"{found.bytes_sent / 1e3:,.0f}",
             ])  # fmt: skip
             print(device, *rows[-1], flush=True)
     return "\n".join(markdown_table(rows[0], rows[1:]))

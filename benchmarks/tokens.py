@@ -20,7 +20,7 @@ from kvjax.memory.shapes import SHAPES, ModelShape
 
 CACHES = ("raw", "8 bits", "4 bits")
 FIGURES = (
-    "ms", "every_ms", "steps", "tokens_per_second", "weight_bytes", "cache_bytes", "bandwidth",
+    "ms", "ms_per_run", "steps", "tokens_per_second", "weight_bytes", "cache_bytes", "bandwidth",
     "capacity", "compile_seconds", "compilations",
 )  # fmt: skip
 """What is kept of a ``kvjax.bench.Cell``."""

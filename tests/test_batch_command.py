@@ -401,7 +401,7 @@ def test_results_match_separate_requests(run, common, tiny_llama, tmp_path):
     # Interrupted in the third result, and continued with more rows; then run from a pipe.
     data = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(data[:2]) + data[2][:30])
-    more = "--max-batch-size", 3, "--json", "--lookup"
+    more = "--max-batch-size", 3, "--json", "--prompt-lookup"
     code, printed, _ = run(prompts, "--out", out, *common, *more)
     assert code == 3 and sorted_lines(out) == sorted(
         (line[:-1] for line in data), key=lambda line: json.loads(line)["line"]

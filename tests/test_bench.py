@@ -48,16 +48,16 @@ def test_a_cell_for_every_prompt_and_policy(found):
     assert [(c.batch, c.prompt, c.policy) for c in found.cells] == wanted
     for cell in found.cells:
         assert cell.steps == 2  # the ring can take back no more
-        assert len(cell.every_ms) == 2 and min(cell.every_ms) <= cell.ms <= max(cell.every_ms)
+        assert len(cell.ms_per_run) == 2 and min(cell.ms_per_run) <= cell.ms <= max(cell.ms_per_run)
         read = cell.weight_bytes + cell.cache_bytes
         assert cell.bandwidth * cell.ms / 1000 == pytest.approx(read)
-        assert cell.of_read == pytest.approx(cell.bandwidth / 1e9)
+        assert cell.bandwidth_fraction == pytest.approx(cell.bandwidth / 1e9)
         assert cell.tokens_per_second * cell.ms == pytest.approx(1000 * cell.batch)
         assert cell.prefill_tokens_per_second * cell.prefill_ms == pytest.approx(
             1000 * cell.batch * cell.prompt
         )
         assert cell.split.weights > 0
-    assert found.left_out == () and found.bandwidth == BANDWIDTH and found.dtype == "float32"
+    assert found.skipped == () and found.bandwidth == BANDWIDTH and found.dtype == "float32"
     assert found.peak_bytes is None or found.peak_bytes > 0
 
 
@@ -121,7 +121,7 @@ def test_without_prefill_and_with_a_sampler(tiny_llama):
 def test_prompts_that_the_model_is_not_made_for(tiny_llama):
     found = bench.measure(tiny_llama, {"a": "static"}, prompts=(600, 8), **QUICK)
     assert [cell.prompt for cell in found.cells] == [8]
-    assert found.left_out == (
+    assert found.skipped == (
         "a prompt of 600 tokens is left out: the model was trained for 512 tokens",
     )
     learned = SimpleNamespace(position_limit=64)
@@ -199,7 +199,7 @@ def test_the_command(run, tiny_llama_dir, tmp_path):
         f"{batch} x {prompt} tokens" for batch in (1, 2) for prompt in (6, 12)
     ]
     found = json.loads(out)
-    assert len(found["cells"]) == 4 and len(found["left_out"]) == 1
+    assert len(found["cells"]) == 4 and len(found["skipped"]) == 1
     fields = {field.name for field in dataclasses.fields(bench.Cell)}
     assert set(found["cells"][0]) == fields
     assert set(found["cells"][0]["split"]) == {"weights", "attention", "sampling", "overhead"}
@@ -210,7 +210,7 @@ def test_the_command(run, tiny_llama_dir, tmp_path):
     lines = out.splitlines()
     assert code == 0 and sum(line.startswith("1 x 6 ") for line in lines) == 2
     assert "ms a step" in out and "attention" in out and "this device reads 1 GB/s" in out
-    assert lines[-1] == found["left_out"][0]
+    assert lines[-1] == found["skipped"][0]
 
 
 @pytest.mark.rare

@@ -461,7 +461,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
     result = json.loads(out)
     assert code == 0 and result["plan"]["source"] == "estimated"
     assert [fit["name"] for fit in result["fits"]] == ["this one"]
-    assert result["plan"]["token"] == {"device": 2 * 2 * 2 * (16 + 2)}
+    assert result["plan"]["bytes_per_token"] == {"device": 2 * 2 * 2 * (16 + 2)}
     code, out, _ = run("plan", "--shape", "gpt2", "--json")
     assert code == 0 and json.loads(out)["plan"]["max_len"] == 1024
     config = tmp_path / "config.json"
@@ -516,7 +516,9 @@ def test_plan_for_a_device_explains_what_does_not_fit(run, monkeypatch):
 
     def plan_on(model, choice, *, device, batch, max_len):
         cache = {"device": int(1.05e9 if choice.keys == Raw() else 1e8)}
-        numbers = dict(temporaries=10**7, code=0, moved=10**9, ideal=10**9, layers=2)
+        numbers = dict(
+            temporaries=10**7, code=0, bytes_moved=10**9, min_bytes_moved=10**9, layers=2
+        )
         return DevicePlan("TPU v5 lite", 16 * 10**9, 8e11, weights[-1], cache, **numbers)
 
     monkeypatch.setattr("kvjax.memory.device_plan.plan_on", plan_on)
@@ -547,8 +549,8 @@ def test_plan_for_a_device_explains_what_does_not_fit(run, monkeypatch):
         assert "sends" not in out
     result = json.loads(run(*command, "--json")[1])
     static = result["plans"]["static"]
-    assert result["mesh"] is None and static["moved"] == 10**9
-    assert static["fits"] is True and static["whole"] > 10**9 and static["seconds"] > 0
+    assert result["mesh"] is None and static["bytes_moved"] == 10**9
+    assert static["fits"] is True and static["total"] > 10**9 and static["seconds"] > 0
 
 
 def test_plan_for_a_device_names_missing_packages(run, monkeypatch):

@@ -95,7 +95,7 @@ def test_temporaries_are_those_of_the_compiled_program(new):
 @pytest.mark.slow(but=("16",))
 @pytest.mark.parametrize("bits", [16, 4])
 def test_estimates_are_rather_too_high(bits):
-    at = {"choice": kvjax.policy(bits=bits), "batch": 4, "max_len": 1024, "prefill_chunk": 128}
+    at = {"policy": kvjax.policy(bits=bits), "batch": 4, "max_len": 1024, "prefill_chunk": 128}
     compiled, estimated = (plan(MODEL, **at, compiled=yes) for yes in (True, False))
     assert estimated.source == "estimated" != compiled.source
     assert compiled.temporaries <= estimated.temporaries <= 10 * compiled.temporaries
@@ -112,12 +112,12 @@ def test_operations_and_bytes_counted_by_hand():
     assert config.windows == (None, 9)
     found = plan(MODEL, batch=2, max_len=100, compiled=False)
     seen = 100 + 9
-    assert found.operations == 2 * (2 * matrices + 4 * heads * head_dim * seen)
+    assert found.flops == 2 * (2 * matrices + 4 * heads * head_dim * seen)
     pairs = sum(range(1, 101)) + sum(min(n, 9) for n in range(1, 101))
-    assert found.operations_uncached == 2 * (2 * matrices * 100 + 4 * heads * head_dim * pairs)
-    assert found.moved == found.weights + 2 * seen * 2 * kv * 4
-    assert found.moved_uncached == found.weights
-    assert plan(MODEL, max_len=100, length=9, compiled=False).moved == (
+    assert found.flops_uncached == 2 * (2 * matrices * 100 + 4 * heads * head_dim * pairs)
+    assert found.bytes_read == found.weights + 2 * seen * 2 * kv * 4
+    assert found.bytes_read_uncached == found.weights
+    assert plan(MODEL, max_len=100, length=9, compiled=False).bytes_read == (
         found.weights + 2 * 9 * 2 * kv * 4
     )
 
@@ -131,8 +131,8 @@ def test_of_an_embedding_that_is_looked_up_in_rows_are_read():
     table = config.vocab_size * config.hidden_size * 4
     row = config.hidden_size * 4
     assert found[False].weights == found[True].weights + table
-    assert found[False].moved == found[True].moved + 2 * row
-    assert found[False].moved_uncached == found[True].moved_uncached + 20 * row
+    assert found[False].bytes_read == found[True].bytes_read + 2 * row
+    assert found[False].bytes_read_uncached == found[True].bytes_read_uncached + 20 * row
 
 
 def test_a_llama_that_does_not_say_its_activation_is_gated():
@@ -171,7 +171,7 @@ def test_a_shape_has_the_weights_of_the_model():
         assert weight_bytes(shape) == 4 * sum(math.prod(x.shape) for x in matrices)
         planned = (plan(m, max_len=64, compiled=False) for m in (shape, model))
         first, second = planned
-        assert (first.operations, first.cache) == (second.operations, second.cache)
+        assert (first.flops, first.cache) == (second.flops, second.cache)
     with pytest.raises(ValueError, match="the config has no num_hidden_layers or n_layer"):
         ModelShape.from_config({"hidden_size": 8, "num_attention_heads": 2})
 
@@ -195,12 +195,12 @@ def test_what_fits_is_the_largest_that_does(full):
         for more in (0, 1):  # the largest fits, and one more does not
             at = {"batch": room.largest_batch + more, "max_len": 4096}
             with_more = what_fits(
-                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, choices={"": policy}
+                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, policies={"": policy}
             )
             assert with_more[0].fits == (not more)
             at = {"batch": 2, "max_len": room.largest_len + more}
             with_more = what_fits(
-                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, choices={"": policy}
+                MODEL, **at, memory=weights + 40_000_000, fraction=0.7, policies={"": policy}
             )
             assert with_more[0].fits == (not more)
     batches = [room.largest_batch for room in rooms]
@@ -228,8 +228,8 @@ def test_devices_that_share_a_text_read_their_tails_whole():
         plan(model, policy, batch=2, max_len=length, compiled=False, mesh=mesh)
         for mesh in (None, kvjax.make_mesh(sequence=8))
     )
-    body = 2 * (length - 2 * 16) * one.token["device"]
-    assert one.moved - each.moved == pytest.approx(body * 7 / 8, rel=0.03)
+    body = 2 * (length - 2 * 16) * one.bytes_per_token["device"]
+    assert one.bytes_read - each.bytes_read == pytest.approx(body * 7 / 8, rel=0.03)
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 100])
@@ -241,7 +241,7 @@ def test_the_largest(limit, end):
 
 def test_without_end():
     window = kvjax.policy("sliding_window", window=8)
-    rooms = what_fits(MODEL, max_len=64, memory=10**8, choices={"window": window})
+    rooms = what_fits(MODEL, max_len=64, memory=10**8, policies={"window": window})
     assert rooms[0].largest_len is None
 
 
@@ -434,7 +434,7 @@ def test_the_plan_of_a_config_of_another_family(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     neox = ModelShape.from_config(shape)
     assert weight_bytes(neox) == pytest.approx(2 * 20.55e9, rel=0.005)
-    assert np.isclose(plan(neox, max_len=2048).token["device"], 44 * 2 * 6144 * 2)
+    assert np.isclose(plan(neox, max_len=2048).bytes_per_token["device"], 44 * 2 * 6144 * 2)
 
 
 def test_layers_fetched_ahead_are_planned_for(tiny_llama):
@@ -445,7 +445,7 @@ def test_layers_fetched_ahead_are_planned_for(tiny_llama):
     few, more = (kvjax.plan(model, each, batch=2, max_len=512) for each in (plain, ahead))
     assert more.device - few.device == body  # both layers of two
     rooms = kvjax.memory.what_fits(
-        model, max_len=512, memory=10**8, choices={"plain": plain, "ahead": ahead}
+        model, max_len=512, memory=10**8, policies={"plain": plain, "ahead": ahead}
     )
     assert rooms[1].cache - rooms[0].cache == body // 2
     tails = kvjax.memory.cache_nbytes(tiny_llama.config, plain, batch=2, max_len=512)["device"]
@@ -461,7 +461,7 @@ def test_what_fits_of_an_automatic_cache():
     """The largest batch has all layers on the host; it is no multiple of a single row."""
     model = Architecture(tiny_config())
     policy = kvjax.policies.Auto(kvjax.policy("dynamic"), 500_000)
-    (room,) = kvjax.memory.what_fits(model, max_len=2048, memory=10**9, choices={"auto": policy})
+    (room,) = kvjax.memory.what_fits(model, max_len=2048, memory=10**9, policies={"auto": policy})
     batch = room.largest_batch
     assert (
         batch

@@ -471,7 +471,12 @@ def test_token_bytes_join_to_the_text(running):
 @pytest.mark.slow
 def test_drafts_do_not_change_the_text(running):
     body, texts, drafted = {"prompt": "abc" * 6, "max_tokens": 16, "temperature": 0}, [], []
-    for more in ({}, {"lookup": True}, {"draft": False}, {"lookup": False, "draft": True}):
+    for more in (
+        {},
+        {"prompt_lookup": True},
+        {"draft": False},
+        {"prompt_lookup": False, "draft": True},
+    ):
         texts.append(running.post(**body, **more).json()["choices"][0]["text"])
         drafted.append(running.engine.stats().drafted_tokens)
     assert len(set(texts)) == 1
@@ -865,7 +870,7 @@ def test_many_disconnects(make_server):
 
 
 def test_missing_bodies_take_no_place_in_the_queue(make_server):
-    running = make_server(max_sequences=2, patience=60.0)
+    running = make_server(max_sequences=2, client_timeout=60.0)
     silent = [socket.create_connection(running.address) for _ in range(9)]
     for each in silent:
         each.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 99\r\n\r\n{")
@@ -876,7 +881,7 @@ def test_missing_bodies_take_no_place_in_the_queue(make_server):
 
 
 def test_half_open_and_slow_clients_time_out(make_server):
-    running = make_server(patience=0.5)
+    running = make_server(client_timeout=0.5)
     silent, half = (socket.create_connection(running.address) for _ in range(2))
     slow = socket.create_connection(running.address)
     half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost")
@@ -894,7 +899,7 @@ def test_half_open_and_slow_clients_time_out(make_server):
 
 
 def test_slow_reader_does_not_block_others(make_server):
-    running = make_server(patience=1.0, buffer=4096)
+    running = make_server(client_timeout=1.0, buffer=4096)
     body = json.dumps(LONG_REQUEST | {"stream": True, "logprobs": 20, "n": 8}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
     slow = socket.socket()
@@ -961,7 +966,7 @@ def test_shutdown_finishes_accepted_requests(make_server):
 
 
 def test_shutdown_cancels_requests_after_the_grace_period(make_server):
-    running, cancelled = make_server(grace=0.1), threading.Event()
+    running, cancelled = make_server(shutdown_timeout=0.1), threading.Event()
     state = running.server.state
     cancel_all, state.cancel_all = state.cancel_all, lambda: (cancel_all(), cancelled.set())
     running.pause()
@@ -1145,7 +1150,7 @@ def test_settings_are_checked():
         {"api_keys": ("",)},
         {"api_keys": ("a b",)},
         {"max_sequences": 0},
-        {"grace": 0.0},
+        {"shutdown_timeout": 0.0},
     ):
         with pytest.raises(ValueError):
             ServerSettings(name="a", **wrong)
@@ -1215,7 +1220,7 @@ def test_invalid_options_are_one_line(monkeypatch, capfd):
             (["--port", port], port),
             (["--port", port, "--kv-bits", "8", "--group-size", "32"], port),
             (["--api-key", "a b"], "API key"),
-            (["--lookup", "--draft-layers", "1"], "exclude each other"),
+            (["--prompt-lookup", "--draft-layers", "1"], "exclude each other"),
         ):  # fmt: skip
             monkeypatch.setattr(sys, "argv", ["kvjax", "serve", *options])
             with pytest.raises(SystemExit) as leaving:

@@ -667,7 +667,8 @@ OF_HTTP = (
     "prompt", "max_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p", "n", "best_of",
     "repetition_penalty", "frequency_penalty", "presence_penalty", "no_repeat_ngram_size", "stop",
     "logit_bias", "seed", "logprobs", "min_tokens", "ignore_eos", "stream", "stream_options",
-    "response_format", "structured_outputs", "echo", "suffix", "user", "model", "draft", "lookup",
+    "response_format", "structured_outputs", "echo", "suffix", "user", "model", "draft",
+    "prompt_lookup",
     "use_beam_search", "beam_width", "length_penalty", "early_stopping", "messages", "tools",
     "tool_choice", "chat_template_kwargs", "top_logprobs", "max_completion_tokens", "name",
 )  # fmt: skip

@@ -66,11 +66,11 @@ class Cell:
     Attributes:
       batch, prompt, policy, steps: rows, prompt tokens, name of the policy, and steps per run.
       ms: median milliseconds of a step, for all rows.
-      every_ms: milliseconds of a step in each run.
+      ms_per_run: milliseconds of a step in each run.
       tokens_per_second: of all rows.
       weight_bytes, cache_bytes: bytes that a step must read.
       bandwidth: these bytes per second.
-      of_read: ``bandwidth`` relative to the device's read bandwidth.
+      bandwidth_fraction: ``bandwidth`` relative to the device's read bandwidth.
       split: the parts of a step.
       prefill_ms, prefill_tokens_per_second: of all rows' prompts; None if not measured.
       capacity: tokens per row of the cache.
@@ -83,12 +83,12 @@ class Cell:
     policy: str
     steps: int
     ms: float
-    every_ms: tuple[float, ...]
+    ms_per_run: tuple[float, ...]
     tokens_per_second: float
     weight_bytes: int
     cache_bytes: int
     bandwidth: float
-    of_read: float
+    bandwidth_fraction: float
     split: Split
     prefill_ms: float | None
     prefill_tokens_per_second: float | None
@@ -106,10 +106,10 @@ class Bench:
       device, platform, jax, dtype: the device, its platform, JAX's version, and the model's dtype.
       bandwidth: of the device.
       cells: results by batch, prompt and policy.
-      left_out: a sentence per prompt that is too long for the model.
+      skipped: a sentence per prompt that is too long for the model.
       peak_bytes: peak memory use since the process started, with two caches per policy, or None if
         unknown.
-      peak_of: where ``peak_bytes`` was counted, device or process.
+      peak_source: where ``peak_bytes`` was counted, device or process.
     """
 
     device: str
@@ -118,9 +118,9 @@ class Bench:
     dtype: str
     bandwidth: Bandwidth
     cells: tuple[Cell, ...]
-    left_out: tuple[str, ...]
+    skipped: tuple[str, ...]
     peak_bytes: int | None
-    peak_of: str
+    peak_source: str
 
 
 @explicit_signature(SamplingKeywords)
@@ -186,7 +186,7 @@ def measure(
             timer.drop()
         timers += timed.items()
     # Before measuring the bandwidth, whose arrays are not part of the cache.
-    peak, peak_of = peak_memory()
+    peak, peak_source = peak_memory()
     bandwidth = measure_bandwidth() if bandwidth is None else bandwidth
     cells = tuple(_cell(lm, bandwidth.read, name, timer) for name, timer in timers)
     device = jax.local_devices()[0]
@@ -199,7 +199,7 @@ def measure(
         cells,
         left_out,
         peak,
-        peak_of,
+        peak_source,
     )
 
 
@@ -222,12 +222,12 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
         name,
         steps,
         ms=1000 * whole,
-        every_ms=tuple(1000 * s for s in seconds["whole"]),
+        ms_per_run=tuple(1000 * s for s in seconds["whole"]),
         tokens_per_second=batch / whole,
         weight_bytes=weights,
         cache_bytes=cache,
         bandwidth=(weights + cache) / whole,
-        of_read=(weights + cache) / whole / read,
+        bandwidth_fraction=(weights + cache) / whole / read,
         split=Split(
             weights=1000 * statistics.median(seconds["first"]),
             attention=difference(seconds["logits"], seconds["first"]),
@@ -283,7 +283,7 @@ def decode_rows(bench: Bench) -> list[list[str]]:
         [
             _place(cell), cell.policy, f"{cell.ms:.3g}", f"{cell.tokens_per_second:,.1f}",
             readable_bytes(cell.weight_bytes), readable_bytes(cell.cache_bytes),
-            f"{readable_bytes(cell.bandwidth)}/s", f"{100 * cell.of_read:.0f} %",
+            f"{readable_bytes(cell.bandwidth)}/s", f"{100 * cell.bandwidth_fraction:.0f} %",
         ]
         for cell in bench.cells
     ]  # fmt: skip
@@ -317,7 +317,7 @@ def device_line(bench: Bench) -> str:
     words = f"this device reads {read}/s and copies {copied}/s"
     if bench.peak_bytes is None:
         return words
-    return f"{words}; peak memory of the {bench.peak_of} {readable_bytes(bench.peak_bytes)}"
+    return f"{words}; peak memory of the {bench.peak_source} {readable_bytes(bench.peak_bytes)}"
 
 
 def plot(bench: Bench, path: Path, *, title: str = "") -> None:

@@ -96,7 +96,7 @@ def bench(
     typer.echo(reports.format_columns(measuring.decode_rows(report)))
     typer.echo("\nmilliseconds of a decode step, by difference, and of the prefill of all rows\n")
     typer.echo(reports.format_columns(measuring.part_rows(report)))
-    typer.echo("\n".join(["", measuring.device_line(report), *report.left_out]))
+    typer.echo("\n".join(["", measuring.device_line(report), *report.skipped]))
 
 
 def _split_policies(options: list[str] | None) -> list[str]:

@@ -201,9 +201,11 @@ class Drafting:
     draft_layers: Annotated[
         int | None, typer.Option(help="Draft with the model's own first layers, this many.")
     ] = None
-    lookup: Annotated[
+    prompt_lookup: Annotated[
         bool,
-        typer.Option("--lookup", help="Draft what followed the same tokens earlier in the text."),
+        typer.Option(
+            "--prompt-lookup", help="Draft what followed the same tokens earlier in the text."
+        ),
     ] = False
 
     def check(self) -> None:
@@ -212,7 +214,7 @@ class Drafting:
             {
                 "--draft": self.draft,
                 "--draft-layers": self.draft_layers,
-                "--lookup": self.lookup or None,
+                "--prompt-lookup": self.prompt_lookup or None,
             }
         )
 
@@ -227,7 +229,7 @@ class Drafting:
         """The ``draft`` argument of ``kvjax.generate``."""
         from kvjax import models
 
-        if self.lookup:
+        if self.prompt_lookup:
             return "lookup"
         if self.draft_layers is not None:
             return models.first_layers(lm, self.draft_layers)

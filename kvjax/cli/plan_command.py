@@ -143,7 +143,7 @@ def plan(
     fits = None
     if memory is not None:
         # An automatic cache fits any memory.
-        fits = what_fits(choices=None if is_default or automatic else {"this one": chosen})
+        fits = what_fits(policies=None if is_default or automatic else {"this one": chosen})
     elif devices != 1 or memory_fraction != 1.0:
         raise ValueError("--devices and --memory-fraction need --memory")
     if result.beyond_context:
@@ -169,13 +169,13 @@ def _print_plan(plan: Plan) -> None:
     rows = {
         "weights": readable_bytes(plan.weights),
         "cache": bytes_by_place(plan.cache),
-        "  per token of a row": bytes_by_place(plan.token),
+        "  per token of a row": bytes_by_place(plan.bytes_per_token),
         f"temporaries ({plan.source})": readable_bytes(plan.temporaries),
         "device, total": readable_bytes(plan.device),
         f"a step after {plan.length:,} tokens": "",
-        "  operations": f"{plan.operations:.3g}",
-        "  without a cache": f"{plan.operations_uncached:.3g}",
-        "  bytes read": readable_bytes(plan.moved),
+        "  operations": f"{plan.flops:.3g}",
+        "  without a cache": f"{plan.flops_uncached:.3g}",
+        "  bytes read": readable_bytes(plan.bytes_read),
     }
     typer.echo(reports.format_columns([*rows.items()]))
 
@@ -275,7 +275,7 @@ def _plan_for_device(
     if as_json:
         entries = {
             title: dataclasses.asdict(plan)
-            | {"whole": plan.whole, "fits": plan.fits, "seconds": plan.seconds}
+            | {"total": plan.total, "fits": plan.fits, "seconds": plan.seconds}
             for title, plan in plans.items()
         }
         echo_json({"model": name, "device": device, "mesh": mesh, "plans": entries})
@@ -306,12 +306,12 @@ def _print_device_plans(plans: dict[str, DevicePlan]) -> None:
             bytes_by_place(plan.cache),
             readable_bytes(plan.temporaries),
             readable_bytes(plan.code),
-            readable_bytes(plan.whole),
+            readable_bytes(plan.total),
             {True: "fits", False: "too large", None: ""}[plan.fits],
-            readable_bytes(plan.moved),
-            readable_bytes(plan.ideal),
+            readable_bytes(plan.bytes_moved),
+            readable_bytes(plan.min_bytes_moved),
             "" if plan.seconds is None else f"{1000 * plan.seconds:.1f} ms",
-            readable_bytes(plan.sent),
+            readable_bytes(plan.bytes_sent),
         ]
         for title, plan in plans.items()
     ]

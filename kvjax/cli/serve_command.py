@@ -22,7 +22,7 @@ def serve(
     *,
     model: options.ModelOptions,
     mesh: options.Mesh = "auto",
-    name: Annotated[
+    served_model_name: Annotated[
         str | None,
         typer.Option(help="The model's name in requests; by default that of --model."),
     ] = None,
@@ -57,11 +57,11 @@ def serve(
         int, typer.Option(help="Sequences that may wait while others run.", min=0)
     ] = 64,
     max_body: Annotated[str, typer.Option(help="Largest body of a request.")] = "4MiB",
-    patience: Annotated[
+    client_timeout: Annotated[
         float,
         typer.Option(help="Seconds that a client may take to send a request or read a response."),
     ] = 30.0,
-    grace: Annotated[
+    shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds to finish accepted requests at shutdown.")
     ] = 30.0,
 ) -> None:
@@ -73,14 +73,14 @@ def serve(
     from kvjax.serve.state import ServerSettings
 
     settings = ServerSettings(
-        name=name or _model_name(model.model),
+        name=served_model_name or _model_name(model.model),
         api_keys=tuple(api_key or ()),
         share_prefixes=share_prefixes,
         allowed_origins=tuple(allow_origin or ()),
         max_sequences=size.max_batch_size + max_queue,
         max_body=parse_bytes(max_body),
-        patience=patience,
-        grace=grace,
+        client_timeout=client_timeout,
+        shutdown_timeout=shutdown_timeout,
     )
     policy = cache_policy(cache, quantization)
     use_compilation_cache()

@@ -60,13 +60,13 @@ class DevicePlan:
       cache: bytes of the cache, by place.
       temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
       code: approximate bytes of both programs, if the compiler reports them.
-      moved: device memory traffic in bytes per step when every row is full, counted in the compiled
-        program.
-      ideal: bytes of the weights and of the stored cache, read once.
+      bytes_moved: device memory traffic in bytes per step when every row is full, counted in the
+        compiled program.
+      min_bytes_moved: bytes of the weights and of the stored cache, read once.
       layers: number of layers that were compiled.
       devices: number of devices of the mesh.
       collectives: number of collectives per step.
-      sent: bytes that a device sends in the collectives of a step.
+      bytes_sent: bytes that a device sends in the collectives of a step.
     """
 
     device: str
@@ -76,32 +76,32 @@ class DevicePlan:
     cache: dict[str, int]
     temporaries: int
     code: int
-    moved: int
-    ideal: int
+    bytes_moved: int
+    min_bytes_moved: int
     layers: int
     devices: int = 1
     collectives: int = 0
-    sent: int = 0
+    bytes_sent: int = 0
 
     @property
-    def whole(self) -> int:
+    def total(self) -> int:
         """Bytes that all of this takes in the device's memory."""
         return self.weights + self.cache.get("device", 0) + self.temporaries + self.code
 
     @property
     def fits(self) -> bool | None:
         """Whether it fits into the device's memory; None if the memory is unknown."""
-        return None if self.memory is None else self.whole <= self.memory
+        return None if self.memory is None else self.total <= self.memory
 
     @property
     def seconds(self) -> float | None:
         """Lower bound of a step's time: its traffic at the memory's bandwidth."""
-        return None if self.bandwidth is None else self.moved / self.bandwidth
+        return None if self.bandwidth is None else self.bytes_moved / self.bandwidth
 
 
 def plan_on(
     model: Plannable,
-    choice: PolicyChoice | None = None,
+    policy: PolicyChoice | None = None,
     *,
     device: Any,
     batch: int = 1,
@@ -114,7 +114,7 @@ def plan_on(
 
     Args:
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
-      choice, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
+      policy, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
       device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or the name of a
         device type: ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"v7x"``, ``"t4"``, ``"a100"``,
         ``"a100-40gb"``, ``"a10"``, ``"rtx3090"``, ``"l4"``, ``"rtx4090"``, ``"h100"``, ``"h200"``,
@@ -133,14 +133,14 @@ def plan_on(
     if _needs_subprocess(device):
         settings: Any = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
         target = describe_target(device, mesh)
-        return call_in_subprocess(_plan_on_target, model, choice, target, **settings)
+        return call_in_subprocess(_plan_on_target, model, policy, target, **settings)
     devices = 1 if mesh is None else mesh.size
     chunk = min(
         as_int("prefill_chunk", prefill_chunk, 1),
         as_int("max_len", max_len, 1, INT32_MAX),
     )
     with compiling_for(device):
-        cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len, mesh=mesh)
+        cache = abstract_cache(model.config, policy, batch=batch, max_len=max_len, mesh=mesh)
         groups = _group_layers(cache, getattr(model, "in_one_piece", False))
         compiled = functools.partial(compiled_call, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
@@ -196,9 +196,9 @@ def _needs_subprocess(device: Any) -> bool:
 
 
 def _plan_on_target(
-    model: Plannable, choice: PolicyChoice | None, target: TargetDescription, **settings: Any
+    model: Plannable, policy: PolicyChoice | None, target: TargetDescription, **settings: Any
 ) -> DevicePlan:
-    return plan_on(model, choice, device=target.make(), **settings)
+    return plan_on(model, policy, device=target.make(), **settings)
 
 
 def _step_traffic(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:

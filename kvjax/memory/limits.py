@@ -220,7 +220,7 @@ def what_fits(
     memory: int | None = None,
     fraction: float = 1.0,
     devices: int = 1,
-    choices: Mapping[str, PolicyChoice] | None = None,
+    policies: Mapping[str, PolicyChoice] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> list[CacheFit]:
     """Which caches fit into a device's memory, best first.
@@ -230,7 +230,7 @@ def what_fits(
       memory: bytes of a device; by default the default device reports it.
       fraction: the fraction of the memory left by weights and temporaries that the cache may take.
       devices: number of devices that share weights and cache evenly, by heads.
-      choices: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
+      policies: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 
     Raises:
       ValueError: if the device does not report its memory, or the devices can't share the heads
@@ -246,11 +246,8 @@ def what_fits(
         raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")
     memory = device_memory() if memory is None else as_int("memory", memory, 1)
     prefill_chunk = as_int("prefill_chunk", prefill_chunk, 1)
-    policies: Mapping[str, PolicyChoice] = {
-        name: policy(**options) for name, options in DEFAULT_CHOICES.items()
-    }
-    if choices is not None:
-        policies = choices
+    if policies is None:
+        policies = {name: policy(**options) for name, options in DEFAULT_CHOICES.items()}
     weights = weight_bytes(model)
 
     def allowed(rows: int, tokens: int) -> int:

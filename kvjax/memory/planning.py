@@ -51,13 +51,13 @@ class Plan:
       devices: number of devices that share the work.
       weights: bytes of the parameters.
       cache: bytes of the cache, by place.
-      token: bytes of one more token of a row, by place.
+      bytes_per_token: bytes of one more token of a row, by place.
       temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
       source: whether ``temporaries`` is compiled or estimated.
-      operations: additions and multiplications of a decode step.
-      operations_uncached: the same without a cache, where every step computes the whole sequence.
-      moved: bytes that a decode step reads: the weights and the filled part of the cache.
-      moved_uncached: the same without a cache. Weights count once and activations not at all.
+      flops: additions and multiplications of a decode step.
+      flops_uncached: the same without a cache, where every step computes the whole sequence.
+      bytes_read: bytes that a decode step reads: the weights and the filled part of the cache.
+      bytes_read_uncached: the same without a cache. Weights count once and activations not at all.
       beyond_context: the tokens of ``max_len`` beyond the model's training length.
     """
 
@@ -67,13 +67,13 @@ class Plan:
     devices: int
     weights: int
     cache: dict[str, int]
-    token: dict[str, float]
+    bytes_per_token: dict[str, float]
     temporaries: int
     source: str
-    operations: float
-    operations_uncached: float
-    moved: float
-    moved_uncached: float
+    flops: float
+    flops_uncached: float
+    bytes_read: float
+    bytes_read_uncached: float
     beyond_context: int = 0
 
     @property
@@ -84,7 +84,7 @@ class Plan:
 
 def plan(
     model: Plannable,
-    choice: PolicyChoice | None = None,
+    policy: PolicyChoice | None = None,
     *,
     batch: int = 1,
     max_len: int,
@@ -97,7 +97,7 @@ def plan(
 
     Args:
       model: a loaded model, its ``Architecture``, or a ``ModelShape``.
-      choice, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
+      policy, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
       length: tokens per row at the decode step that is counted; by default ``max_len``.
       prefill_chunk: prompt tokens per call.
       compiled: compile for the current device to find the size of temporaries. With False, for a
@@ -117,7 +117,7 @@ def plan(
     for name in ("num_attention_heads", "hidden_size"):
         if not hasattr(model.config, name):
             raise ValueError(f"the model's config has no {name}, which plans need")
-    cache = abstract_cache(model.config, choice, batch=batch, max_len=max_len)
+    cache = abstract_cache(model.config, policy, batch=batch, max_len=max_len)
     mesh_sharding = None if mesh is None else shard_over(mesh, common_heads(model.config))
     if mesh_sharding is not None:
         mesh_sharding.check_rows(batch)
@@ -126,7 +126,7 @@ def plan(
     # JAX compiles programs with arrays in host memory only for real arrays.
     on_device = not any(layer.policy.placement.needs_tail for layer in cache.layers)
     if mesh_sharding is None and compiled and on_device and model.apply is not None:
-        stacked = abstract_cache(model.config, choice, batch=batch, max_len=max_len, stacked=None)
+        stacked = abstract_cache(model.config, policy, batch=batch, max_len=max_len, stacked=None)
         leaves, structure = jax.tree.flatten(stacked)
         sizes = [_compiled_temporaries(model, structure, tuple(leaves), n) for n in {1, chunk}]
         known = [size for size in sizes if size is not None]
@@ -149,7 +149,7 @@ def plan(
         for head_dim, n in zip(head_dims, tokens, strict=True)
     )
     rows, parts, shares, devices = cache.batch, 1.0, 1.0, 1
-    token = bytes_per_token(model.config, choice)
+    token = bytes_per_token(model.config, policy)
     if mesh_sharding is not None:
         rows, devices = cache.batch // mesh_sharding.rows, mesh_sharding.devices
         parts = mesh_sharding.parts * mesh_sharding.heads
@@ -167,10 +167,11 @@ def plan(
         token,
         temporaries,
         source,
-        operations=rows * (matrices + scores * attended / shares),
-        operations_uncached=rows * (matrices * length + scores * uncached / shares),
-        moved=share * weight_bytes_read(params, rows) + rows * sum(size for _, size in visible),
-        moved_uncached=share * weight_bytes_read(params, rows * length),
+        flops=rows * (matrices + scores * attended / shares),
+        flops_uncached=rows * (matrices * length + scores * uncached / shares),
+        bytes_read=share * weight_bytes_read(params, rows)
+        + rows * sum(size for _, size in visible),
+        bytes_read_uncached=share * weight_bytes_read(params, rows * length),
         beyond_context=beyond_context(model.config, min(max_len, cache.reach)),
     )
 

@@ -58,10 +58,10 @@ def abstract_cache(
 
 
 def cache_nbytes(
-    config: CacheShape, choice: PolicyChoice | None = None, *, batch: int = 1, max_len: int
+    config: CacheShape, policy: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
     """Bytes of a cache by place, without allocating it; growing layers count at full size."""
-    return nbytes(abstract_cache(config, choice, batch=batch, max_len=max_len))
+    return nbytes(abstract_cache(config, policy, batch=batch, max_len=max_len))
 
 
 def prefetch_bytes(cache: KVCache, mesh_sharding: MeshSharding | None) -> int:

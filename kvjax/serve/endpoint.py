@@ -261,7 +261,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state, settings = self._state, self._state.settings
         state.queue.check(1)
-        body = await _read_body(Request(scope, receive), settings.max_body, settings.patience)
+        body = await _read_body(Request(scope, receive), settings.max_body, settings.client_timeout)
         if body is None:
             return
         # Reserved only now: a client that never sends its body must not take a place.

@@ -229,7 +229,9 @@ def _parse_sampling(fields: Fields, request: ParsedRequest) -> None:
     settings |= cast(RequestParams, {k: x for k, x in given.items() if x is not None})
     settings["logit_bias"] = _parse_logit_bias(fields)
     engine_draft = fields.flag("draft", True)
-    settings["draft"] = "lookup" if fields.flag("lookup") else "engine" if engine_draft else None
+    settings["draft"] = (
+        "lookup" if fields.flag("prompt_lookup") else "engine" if engine_draft else None
+    )
     settings["stop"] = _parse_stop(fields)
     settings["min_new_tokens"] = fields.integer("min_tokens", 0, request.max_tokens) or 0
     if fields.flag("ignore_eos"):

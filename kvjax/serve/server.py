@@ -81,7 +81,9 @@ class Server:
         self._stop.set()
 
     def _config(self, app: ASGIApp) -> uvicorn.Config:
-        protocol: Any = functools.partial(TimeoutProtocol, patience=self._settings.patience)
+        protocol: Any = functools.partial(
+            TimeoutProtocol, client_timeout=self._settings.client_timeout
+        )
         return uvicorn.Config(
             app,
             http=protocol,
@@ -106,7 +108,7 @@ class Server:
                 continue
         state.draining = True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._settings.grace):
+            async with asyncio.timeout(self._settings.shutdown_timeout):
                 while state.active_requests and service.running:
                     await asyncio.sleep(_POLL_SECONDS)
         state.cancel_all()
@@ -132,14 +134,14 @@ class _HttpServer(uvicorn.Server):
 class TimeoutProtocol(H11Protocol):
     """uvicorn's HTTP protocol with a timeout for slow clients.
 
-    The connection is closed if the client takes longer than ``patience`` seconds to send the
+    The connection is closed if the client takes longer than ``client_timeout`` seconds to send the
     headers of a request, to send the rest of a body that was already answered, or to read from
     its response.
     """
 
-    def __init__(self, *args: Any, patience: float, **settings: Any) -> None:
+    def __init__(self, *args: Any, client_timeout: float, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._patience = patience
+        self._client_timeout = client_timeout
         self._idle_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -157,7 +159,7 @@ class TimeoutProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer = self.loop.call_later(self._patience, self.transport.abort)
+        self._write_timer = self.loop.call_later(self._client_timeout, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -172,7 +174,7 @@ class TimeoutProtocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle_timer = _cancel(self._idle_timer)
         elif self._idle_timer is None and not self.transport.is_closing():
-            self._idle_timer = self.loop.call_later(self._patience, self.transport.abort)
+            self._idle_timer = self.loop.call_later(self._client_timeout, self.transport.abort)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -133,8 +133,9 @@ class ServerSettings:
     any, no key is needed. ``share_prefixes``: whether clients with different keys share cached
     prefixes. ``allowed_origins``: other sites whose pages may send requests, such as
     ``https://example.org``. ``max_sequences``: sequences that run or wait at once. ``max_body``:
-    size of a request, in bytes. ``patience``: seconds that a client may take to send a request or
-    to read from its response. ``grace``: seconds to finish accepted requests at shutdown.
+    size of a request, in bytes. ``client_timeout``: seconds that a client may take to send a
+    request or to read from its response. ``shutdown_timeout``: seconds to finish accepted requests
+    at shutdown.
 
     Raises:
       ValueError: if a setting is out of range.
@@ -146,13 +147,16 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     max_sequences: int = 72
     max_body: int = 4 << 20
-    patience: float = 30.0
-    grace: float = 30.0
+    client_timeout: float = 30.0
+    shutdown_timeout: float = 30.0
 
     def __post_init__(self) -> None:
         normalize_int_field(self, "max_sequences", 1)
         normalize_int_field(self, "max_body", 1)
-        for name, value in {"patience": self.patience, "grace": self.grace}.items():
+        for name, value in {
+            "client_timeout": self.client_timeout,
+            "shutdown_timeout": self.shutdown_timeout,
+        }.items():
             if not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value!r}: give a positive number of seconds")
         for key in self.api_keys:
