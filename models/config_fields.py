@@ -343,46 +343,63 @@ EVERYWHERE = {
 _CAUSAL = {"use_bidirectional_attention": "false: attention is causal"}
 _EXPERTS = {"num_experts_per_tok": "at most the number of experts"}
 
-FAMILIES: dict[str, dict[str, str]] = {
-    "cohere2": {},
-    "gemma2": _CAUSAL,
-    "gemma3_text": _CAUSAL
-    | {"attn_logit_softcapping": "null: gemma3_text has no soft cap on attention scores"},
-    "gemma3n_text": _CAUSAL
-    | {"num_kv_shared_layers": "fewer: each layer type needs a layer with its own keys and values"},
-    "gemma4_text": {
+_OWN_KEYS = {
+    "num_kv_shared_layers": "fewer: each layer type needs a layer with its own keys and values"
+}
+_NO_CAP = {"attn_logit_softcapping": "null: gemma3_text has no soft cap on attention scores"}
+
+
+@dataclass(frozen=True)
+class ModelType:
+    """A supported value of ``model_type``.
+
+    Attributes:
+      bos, eos: token ids if no file has them: the defaults of Transformers' configuration class.
+      rejects: the fields of ``config.json``, in addition to ``EVERYWHERE``, that the family may
+        reject: what is expected, and why.
+    """
+
+    bos: int | None = None
+    eos: int | None = None
+    rejects: Mapping[str, str] = field(default_factory=dict)
+
+
+FAMILIES = {
+    "cohere2": ModelType(5, 255001),
+    "gemma2": ModelType(2, 1, _CAUSAL),
+    "gemma3_text": ModelType(2, 1, _CAUSAL | _NO_CAP),
+    "gemma3n_text": ModelType(2, 1, _CAUSAL | _OWN_KEYS),
+    "gemma4_text": ModelType(2, 1, _OWN_KEYS | {
         "use_bidirectional_attention": "false or vision: attention between text tokens is causal",
         "per_layer_config": "only head_dim and num_key_value_heads, for the full_attention layers, "
         "equal in all of them",
-        "num_kv_shared_layers": "fewer: each layer type needs a layer with its own keys and values",
         "rope_parameters": "the rope types default, linear and proportional, with their parameters",
         "top_k_experts": "at most the number of experts",
-    },
-    "gpt2": {"add_cross_attention": "false: there is no encoder to attend to"},
-    "gpt_neox": {
-        "head_dim": "hidden_size / num_attention_heads",
-    },
-    "llama": {},
-    "llama4_text": _EXPERTS
-    | {
+    }),
+    "gpt2": ModelType(50256, 50256, {
+        "add_cross_attention": "false: there is no encoder to attend to",
+    }),
+    "gpt_neox": ModelType(0, 2, {"head_dim": "hidden_size / num_attention_heads"}),
+    "llama": ModelType(1, 2),
+    "llama4_text": ModelType(1, 2, _EXPERTS | {
         "attention_chunk_size": "an integer of at least 1: chunked_attention layers need it",
         "rope_parameters": "the rope types default, dynamic, linear and llama3: the others scale "
         "queries and keys, which the norm that follows would cancel",
-    },
-    "mistral": {},
-    "mixtral": _EXPERTS,
-    "olmo2": {},
-    "phi3": {"rope_parameters": "the rope types default and longrope"},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": _EXPERTS,
-    "smollm3": {},
-    "t5": {
+    }),
+    "mistral": ModelType(1, 2),
+    "mixtral": ModelType(1, 2, _EXPERTS),
+    "olmo2": ModelType(None, 50279),
+    "phi3": ModelType(1, 32000, {"rope_parameters": "the rope types default and longrope"}),
+    "qwen2": ModelType(),
+    "qwen3": ModelType(),
+    "qwen3_moe": ModelType(rejects=_EXPERTS),
+    "smollm3": ModelType(128000, 128001),
+    "t5": ModelType(None, 1, {
         "is_encoder_decoder": "true: an encoder or decoder without the other is not supported",
         "dtype": "bfloat16 or float32: T5's activations exceed the range of float16",
-    },
-}
-"""Further fields that a family may reject, by ``model_type``."""
+    }),
+}  # fmt: skip
+"""The supported model families, by ``model_type``."""
 
 RELATIVES = {
     "paligemma": "another family: PaliGemma attends to its prompts bidirectionally",
@@ -402,12 +419,12 @@ def supported() -> dict[str, dict[str, str]]:
       For each ``model_type``, the fields of ``config.json`` that kvjax may reject, each with what
       it expects and why. Every other field is either supported or has no effect.
     """
-    return {name: EVERYWHERE | own for name, own in sorted(FAMILIES.items())}
+    return {name: {**EVERYWHERE, **own.rejects} for name, own in sorted(FAMILIES.items())}
 
 
 def refused(config: Fields, name: str) -> CheckpointError:
     """The error for a rejected field."""
-    return config.wrong(name, (EVERYWHERE | FAMILIES[config.raw("model_type")])[name])
+    return config.wrong(name, {**EVERYWHERE, **FAMILIES[config.raw("model_type")].rejects}[name])
 
 
 def check_model_type(config: Fields) -> str:

@@ -93,7 +93,7 @@ def read_config(folder: Path) -> Config:
     config = text_fields(Fields(file, read_json(file)))
     model_type = check_model_type(config)
     for name in ("quantization_config", "per_layer_config"):
-        if config.raw(name) and name not in FAMILIES[model_type]:
+        if config.raw(name) and name not in FAMILIES[model_type].rejects:
             raise refused(config, name)
     if not config.values.get("is_causal", True):
         raise refused(config, "is_causal")

@@ -22,6 +22,7 @@ from kvjax.placement.device import Device
 from . import weights
 from .architecture import Architecture
 from .config import DTYPES, Config
+from .config_fields import FAMILIES, ModelType
 from .config_json import read_config
 from .files import Fields, Stored, find_tensors, read_json, weight_files
 from .multimodal import other_part, read_text_fields, skipped, take_text
@@ -275,26 +276,6 @@ def _refusal(error: Exception) -> str:
     return f"the hub answered {status if status is not None else error}. Try again later"
 
 
-_FAMILY_IDS = {
-    "cohere2": (5, 255001),
-    "llama": (1, 2),
-    "llama4_text": (1, 2),
-    "mistral": (1, 2),
-    "mixtral": (1, 2),
-    "gemma2": (2, 1),
-    "gemma3_text": (2, 1),
-    "gemma3n_text": (2, 1),
-    "gemma4_text": (2, 1),
-    "gpt2": (50256, 50256),
-    "gpt_neox": (0, 2),
-    "phi3": (1, 32000),
-    "olmo2": (None, 50279),
-    "smollm3": (128000, 128001),
-    "t5": (None, 1),
-}
-"""BOS and EOS token ids if no file has them: the defaults of Transformers' config classes."""
-
-
 def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
     """Read ``generation_config.json``. Missing token ids are taken from ``config.json``.
 
@@ -304,7 +285,7 @@ def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
     config = read_text_fields(folder)
     file = folder / "generation_config.json"
     fields = Fields(file, read_json(file) if file.exists() else {})
-    bos, eos = (None, None) if fields.values else _FAMILY_IDS.get(model_type, (None, None))
+    defaults = ModelType() if fields.values else FAMILIES[model_type]
 
     def source(name: str) -> Fields:
         return fields if fields.raw(name) is not None else config
@@ -322,8 +303,8 @@ def read_generation(folder: Path, model_type: str) -> GenerationDefaults:
         return None if value is None else source(name).integer(name, default, least=0)
 
     return GenerationDefaults(
-        eos_token_ids=_ids(source("eos_token_id"), "eos_token_id", eos, config),
-        bos_token_id=token("bos_token_id", bos),
+        eos_token_ids=_ids(source("eos_token_id"), "eos_token_id", defaults.eos, config),
+        bos_token_id=token("bos_token_id", defaults.bos),
         pad_token_id=token("pad_token_id"),
         do_sample=None if fields.raw("do_sample") is None else fields.flag("do_sample", False),
         temperature=setting("temperature"),

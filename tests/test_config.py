@@ -855,6 +855,10 @@ def test_supported() -> None:
     """One table has the families, what is refused of each, and the words of the refusals."""
     table = supported()
     assert list(table) == sorted(READERS)
+    root = Path(__file__).parents[1]
+    for page in ("README.md", "docs/checkpoints.md"):
+        text = (root / page).read_text(encoding="utf-8")
+        assert [name for name in table if f"`{name}`" not in text] == [], page
     assert {"llama", "phi3", "olmo2", "gpt_neox", "mixtral", "llama4_text"} <= set(table)
     assert all(
         "quantization_config" in fields and "is_causal" in fields for fields in table.values()

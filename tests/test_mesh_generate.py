@@ -533,10 +533,11 @@ def family_logits(model: Any, params: Any, over: Any) -> Any:
 
 def families() -> list[Any]:
     """Each by itself; those that divide as others do are of the shards."""
-    alike = ("gemma", "phi3", "olmo2", "neox", "llama4", "gemma3n", "gemma4", "cohere2")
+    first = ("gpt2", "odd-llama", "experts")
+    alike = [name for name in FAMILIES if name not in first]
     others = [On(*names) for names in itertools.product(alike, DIVIDED)]
     return [
-        *each_on_each([name for name in FAMILIES if name not in alike], DIVIDED),
+        *each_on_each(first, DIVIDED),
         *(pytest.param(cell, id=cell.id, marks=pytest.mark.rare) for cell in others),
     ]
 
