@@ -342,11 +342,10 @@ class SamplingState:
 
     def all_rows(self) -> RowParams:
         """Parameters of all rows, on the device."""
-        if self._on_device is None:
+        if (params := self._on_device) is None:
             # A copy, since the transfer may read the arrays later.
-            params = jax.tree.map(np.array, self._params)
-            self._on_device = commit(self._placement.put(params))
-        params: RowParams = self._on_device
+            copies = jax.tree.map(np.array, self._params)
+            params = self._on_device = commit(self._placement.put(copies))
         return params
 
     def copy(self, rows: np.ndarray) -> RowParams:

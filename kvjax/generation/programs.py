@@ -7,7 +7,7 @@ sequence in a cache, or without a cache all its tokens.
 
 import functools
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,7 @@ class Uncached:
 
 
 Context = Cached | Uncached
+_Past = TypeVar("_Past", TokenHistory, TokenHistory | None)
 
 
 @pytree_dataclass
@@ -106,7 +107,7 @@ class Progress:
 
 def choose_and_score(
     progress: Progress,
-    past: TokenHistory | None,
+    past: _Past,
     logits: Logits,
     filters: Filters,
     sampling: SamplingArrays,
@@ -114,7 +115,7 @@ def choose_and_score(
     logprobs: int | None,
     *,
     allowed: Allowed | None = None,
-) -> tuple[Progress, TokenHistory | None, Scores | None]:
+) -> tuple[Progress, _Past, Scores | None]:
     """Apply the user's hook, choose the next token of each unfinished row, and score it.
 
     Arguments as for ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is.
@@ -154,7 +155,7 @@ def gather_vocab(logits: Logits, context: Context) -> Logits:
 
 def choose_tokens(
     progress: Progress,
-    past: TokenHistory | None,
+    past: _Past,
     logits: Logits,
     filters: Filters,
     sampling: SamplingArrays,
@@ -162,7 +163,7 @@ def choose_tokens(
     *,
     forced: PerRow | None = None,
     allowed: Allowed | None = None,
-) -> tuple[Progress, TokenHistory | None]:
+) -> tuple[Progress, _Past]:
     """Choose the next token of each unfinished row, and append it to the history.
 
     Args:
@@ -241,7 +242,9 @@ def _repeat_arrays(arrays: _T, times: int) -> _T:
 
 
 @functools.partial(jax.jit, static_argnames="times", donate_argnames="pages")
-def _repeat_cache(pages: Any, cache: KVCache, logits: Logits, times: int) -> tuple[KVCache, Logits]:
+def _repeat_cache(
+    pages: PyTree, cache: KVCache, logits: Logits, times: int
+) -> tuple[KVCache, Logits]:
     layers = [
         layer if body is None else replace(layer, keys=body[0], values=body[1])
         for layer, body in zip(cache.layers, pages, strict=True)
@@ -335,14 +338,14 @@ def decode_loop(
     shape = progress.token.shape[0], max_steps
     out = jnp.zeros(shape, jnp.int32), None if logprobs is None else Scores.zeros(shape, logprobs)
 
-    def running(carry: Any) -> Array:
+    def running(carry: PyTree) -> Array:
         step, _, progress, *_ = carry
         stop = jnp.all(progress.done)
         if not ignore_broken:
             stop |= jnp.any(progress.broken)
         return (step < steps) & ~stop
 
-    def step_once(carry: Any) -> Any:
+    def step_once(carry: PyTree) -> PyTree:
         step, context, progress, past, out = carry
         # A row that has ended appends nothing, so that its cache ends where its text does.
         lengths = (~progress.done).astype(jnp.int32)

@@ -1,7 +1,7 @@
 """A generation on the device: create the cache, prefill, grow, decode."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -229,11 +229,11 @@ class Session:
         """Lower the draft model's prefill of these chunks, if there is a draft model."""
         return [] if self._drafts is None else self._drafts.lowered_prefill(chunks)
 
-    def _prefill_args(self, chunk: PromptChunk) -> tuple[Any, ...]:
+    def _prefill_args(self, chunk: PromptChunk) -> tuple[object, ...]:
         lm, arrays = self._lm, (chunk.tokens, chunk.lengths, chunk.ends)
         return lm.architecture, lm.params, self.context, self.logits, *arrays
 
-    def _decode_args(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[Any, ...]:
+    def _decode_args(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> tuple[object, ...]:
         lm = self._lm
         return (
             lm.architecture,
@@ -285,7 +285,7 @@ class Session:
                 )
             self._set_cache(cache, [])
         else:
-            empty: Any = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
+            empty = np.zeros((rows, request.capacity), np.int32), np.zeros(rows, np.int32)
             tokens, length = Device(mesh_sharding=request.mesh_sharding).put(empty)
             return Uncached(tokens, length, request.rotary_len)
         return self.context

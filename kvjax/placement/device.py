@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from jaxtyping import PyTree
 
 from kvjax.core import control_flow
 from kvjax.core.compat import jax_0_10_2_host_memory
@@ -89,7 +90,7 @@ class Device:
         """The platform that computes with the arrays: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
         return self.target().platform
 
-    def put(self, tree: _T) -> _T:
+    def put(self, tree: PyTree) -> PyTree:
         """Move a pytree of arrays [batch, ...] to the devices."""
         if self.mesh_sharding is None:
             return to_device_memory(tree)

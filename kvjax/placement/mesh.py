@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from kvjax.core.mesh_context import check_mesh_context
 from kvjax.core.target import Target, default_device, target_of
@@ -229,8 +230,11 @@ class MeshSharding:
             )
 
     def put(
-        self, tree: _T, spec: Callable[[tuple[int, ...]], PartitionSpec], kind: str | None = None
-    ) -> _T:
+        self,
+        tree: PyTree,
+        spec: Callable[[tuple[int, ...]], PartitionSpec],
+        kind: str | None = None,
+    ) -> PyTree:
         """Put a pytree of arrays on the mesh, with ``spec`` of their shapes. Works inside
         ``jit``."""
         self.check_context()

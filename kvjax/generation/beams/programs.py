@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -232,7 +232,7 @@ def _gather_beams(x: Array, parent: Array) -> Array:
     return jnp.take_along_axis(by_beam, index, axis=1, mode="clip").reshape(x.shape)
 
 
-def _flatten_beams(tree: Any) -> Any:
+def _flatten_beams(tree: PyTree) -> PyTree:
     """Arrays [batch, beams, ...] as [batch * beams, ...]."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 

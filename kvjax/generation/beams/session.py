@@ -46,7 +46,7 @@ class BeamSession:
             session.sampling,
         )
         real = np.arange(len(request.prompts)) < request.rows // request.samples
-        context: Any = session.context
+        context = session.context
         start = context.length if context.cache is None else context.cache.length
         self._state, self._past, columns = programs.begin(
             session.logits,
@@ -81,7 +81,7 @@ class BeamSession:
         """uint32[rows, words], bit masks of the tokens that guides allow; None for all."""
         return None
 
-    def _search_args(self, steps: np.int32) -> tuple[Any, ...]:
+    def _search_args(self, steps: np.int32) -> tuple[object, ...]:
         request, lm = self._request, self._session.lm
         return (
             lm.architecture,
@@ -145,7 +145,7 @@ class GuidedBeamSession(BeamSession):
         args = self._choose_args(session.zeros_like(feed.out_info[1]))
         return {"feed": feed, "choose": programs.choose.lower(*args)}
 
-    def _choose_args(self, logits: Logits) -> tuple[Any, ...]:
+    def _choose_args(self, logits: Logits) -> tuple[object, ...]:
         request = self._request
         return (
             logits,

@@ -24,7 +24,7 @@ from kvjax.sampling.scores import Scores
 
 MAX_ROWS = 65536
 """The most rows of a prompt; the host keeps a sequence for each."""
-_EARLY_STOPPING: dict[Any, int] = {False: 0, True: 1, "never": 2}
+_EARLY_STOPPING: dict[bool | str, int] = {False: 0, True: 1, "never": 2}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _beam_search(options: GenerationOptions, n: int, beams: int) -> SearchConfig
     return SearchConfig(n, BeamConfig(beams, groups), penalty, _EARLY_STOPPING[early], diversity)
 
 
-def _number(name: str, value: Any, limit: int) -> float:
+def _number(name: str, value: object, limit: int) -> float:
     # Beyond these limits a score is not finite in float32.
     value = as_python(value)
     numeric = isinstance(value, int | float)
@@ -246,7 +246,7 @@ def advance(
         group_logprobs = logprobs[:, members]
         if group:
             group_logprobs = group_logprobs - params.diversity_penalty * counts[:, None]
-        rows: Any = before.token, before.score, before.finished, reported
+        rows = before.token, before.score, before.finished, reported
         rows = jax.tree.map(lambda x, members=members: x[:, members], rows)
         step: Any = functools.partial(_advance_group, params=params, limit=limit, first=first)
         state = before.count[:, group], before.done[:, group]

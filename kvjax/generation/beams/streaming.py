@@ -107,7 +107,7 @@ class BestSequences(NamedTuple):
     before: np.ndarray
 
 
-def best_sequences(history: History, finished: Any, n: int, scores: int | None) -> BestSequences:
+def best_sequences(history: History, finished: PyTree, n: int, scores: int | None) -> BestSequences:
     """The ``n`` best finished sequences of all groups.
 
     Args:
@@ -204,7 +204,6 @@ class BeamStream(PieceIterator):
         ]
         self._scores: list[list[TokenScore]] = [[] for _ in self._rows]
         self._history = History(request.samples)
-        self._state: Any = None
         self._prefill_timer, self._decode_timer = Timer(), Timer()
         super().__init__(self._session, cache_given=request.cache is not None)
 
@@ -254,7 +253,7 @@ class BeamStream(PieceIterator):
                 f"{int(state.count[state.broken].max())} new tokens"
             )
         self._history.add(columns, int(state.count.max()) - len(self._history))
-        self._state = state
+        self._state: Any = state
         if self._streamed and not state.done.all():
             self._push_common()
 

@@ -5,7 +5,6 @@ The same code runs inside programs and on the host.
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -85,7 +84,7 @@ class Acceptance:
     def new(cls, batch: int) -> "Acceptance":
         """For new rows, as NumPy arrays."""
         verified, zeros = np.full(batch, _PRIOR_WEIGHT, np.float32), np.zeros(batch, np.int32)
-        fields: Any = {
+        fields = {
             "recent_accepted": verified * np.float32(_PRIOR_RATE),
             "recent_verified": verified,
             "cooldown": np.int32(0),

@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model
 from kvjax.generation.programs import Cached, Progress, gather_vocab
+from kvjax.memory.sizes import LoadedModel
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice, budget_of
 from kvjax.sampling.filters import Logits
@@ -103,7 +103,7 @@ def resolve_draft(lm: LanguageModel, choice: DraftChoice | None) -> Draft | None
     return choice
 
 
-def relative_size(lm: Any, draft: LanguageModel) -> float:
+def relative_size(lm: LoadedModel, draft: LanguageModel) -> float:
     """The draft model's number of parameters, relative to the target's."""
     target_size, draft_size = (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(x.params)) for x in (lm, draft)
@@ -136,7 +136,7 @@ def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
         raise ValueError(f"the draft {draft.source} is on other devices than the target model")
 
 
-def _devices(params: PyTree) -> set[Any]:
+def _devices(params: PyTree) -> set[object]:
     """The devices of those parameters that are arrays."""
     leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     return {device for x in leaves for device in x.devices()}
@@ -159,11 +159,11 @@ def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def _same_vocabulary(target: Any, draft: Any) -> bool:
+def _same_vocabulary(target: object, draft: object) -> bool:
     """Whether two tokenizers have the same vocabulary, as far as it is known. Cached, because
     vocabularies are large."""
 
-    def vocabulary(tokenizer: Any) -> Any:
+    def vocabulary(tokenizer: object) -> object:
         get_vocab = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
         return tokenizer if get_vocab is None else get_vocab()
 

@@ -13,7 +13,6 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +41,7 @@ from kvjax.generation.drafts.draft_model import (
 from kvjax.generation.model import Model
 from kvjax.generation.programs import MAX_STEPS, Cached, Progress, choose_and_score, gather_vocab
 from kvjax.generation.request import GenerationRequest, PromptChunk, prompt_chunks
+from kvjax.memory.sizes import LoadedModel
 from kvjax.placement.device import Device
 from kvjax.policies.model_config import position_limit
 from kvjax.sampling.filters import Logits, set_at
@@ -118,7 +118,7 @@ class _Carry:
     """The state of the decode loop. ``lengths``: tokens to draft next."""
 
     context: Cached
-    draft_context: Any
+    draft_context: PyTree
     acceptance: Acceptance
     progress: Progress
     past: TokenHistory
@@ -134,7 +134,7 @@ class _Carry:
 def speculate(
     proposer: Proposer,
     draft_params: PyTree,
-    draft_context: Cached | None,
+    draft_context: PyTree,
     acceptance: Acceptance,
     model: Model,
     filters: Filters,
@@ -164,13 +164,15 @@ def speculate(
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
 
-    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None) -> Any:
+    def choose(
+        progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None
+    ) -> tuple[Progress, TokenHistory, Scores | None]:
         return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
     def choose_draft(
         progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
     ) -> tuple[Progress, TokenHistory]:
-        return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]  # type: ignore[return-value]
+        return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
 
     def active_rows(progress: Progress) -> RowMask:
         return ~progress.done & (progress.count - begin < steps)
@@ -188,7 +190,6 @@ def speculate(
         """Decode one token of each row, without a draft."""
         before = carry.progress
         active = active_rows(before)
-        context: Any
         logits, context = carry.context.forward(
             model, params, before.token[:, None], active.astype(jnp.int32)
         )
@@ -203,8 +204,7 @@ def speculate(
     def decode_draft(carry: _Carry) -> _Carry:
         """Draft tokens for each row, and verify them in one pass."""
         before, active = carry.progress, active_rows(carry.progress)
-        length: Any = carry.past.length
-        draft_context: Any
+        length: PyTree = carry.past.length
         draft, draft_context = proposer.propose(
             draft_params, carry.draft_context, before, carry.past, carry.lengths, choose_draft
         )
@@ -248,14 +248,14 @@ def feed_draft(
 def rewind_rejected(
     proposer: Proposer,
     context: Cached,
-    draft_context: Any,
+    draft_context: PyTree,
     acceptance: Acceptance,
     draft: DraftTokens,
     before: Progress,
     after: Progress,
     length: PerRow,
     active: RowMask,
-) -> tuple[Cached, Any, Acceptance]:
+) -> tuple[Cached, PyTree, Acceptance]:
     """After verification: rewind both caches to the accepted tokens, and update the statistics.
 
     ``length``: tokens of each row before the draft.
@@ -278,7 +278,9 @@ class SpeculativeDecoder:
     """The draft side of a session. ``context``, ``params``: of the draft model, None for prompt
     lookup; ``acceptance``: its statistics."""
 
-    def __init__(self, lm: Any, request: GenerationRequest, draft: Draft, platform: str) -> None:
+    def __init__(
+        self, lm: LoadedModel, request: GenerationRequest, draft: Draft, platform: str
+    ) -> None:
         self._request, self._draft, self._platform = request, draft, platform
         self._rows = len(request.row_prompts)
         self.context: Cached | None = None
@@ -320,7 +322,7 @@ class SpeculativeDecoder:
 
     def prefill(self) -> None:
         """Prefill the draft model's cache with the prompts."""
-        context: Any = self.new_context()
+        context: PyTree = self.new_context()
         if context is None:
             return
         request = self._request
@@ -333,14 +335,14 @@ class SpeculativeDecoder:
             context, _ = programs.repeat_rows(context, logits, request.samples)
         self.context = context
 
-    def decode(self, proposer: Proposer, args: tuple[Any, ...]) -> Any:
+    def decode(self, proposer: Proposer, args: tuple[object, ...]) -> list[PyTree]:
         """``programs.decode`` with drafts; ``args``: its arguments."""
         self.context, self.acceptance, *results = speculate(
             proposer, self.params, self.context, self.acceptance, *args
         )
         return results
 
-    def lowered(self, proposer: Proposer, args: tuple[Any, ...]) -> Lowered:
+    def lowered(self, proposer: Proposer, args: tuple[object, ...]) -> Lowered:
         """The program of ``decode``, to be compiled."""
         context = self.new_context() if self.context is None else self.context
         return speculate.lower(proposer, self.params, context, self.acceptance, *args)
@@ -355,16 +357,18 @@ class SpeculativeDecoder:
             programs.prefill.lower(*self._prefill_args(context, logits, chunk)) for chunk in chunks
         ]
 
-    def _zero_logits(self, context: Cached) -> Any:
+    def _zero_logits(self, context: Cached) -> Logits:
         shape = len(self._request.prompts), self._lm.config.vocab_size
         return Device(mesh_sharding=context.cache.mesh_sharding).put(np.zeros(shape, np.float32))
 
-    def _prefill_args(self, context: Any, logits: Any, chunk: PromptChunk) -> tuple[Any, ...]:
+    def _prefill_args(
+        self, context: Cached, logits: Logits, chunk: PromptChunk
+    ) -> tuple[object, ...]:
         lm, last = self._lm, self._lm.config.vocab_size - 1
         tokens = jnp.minimum(chunk.tokens, last) if last + 1 < self._vocab else chunk.tokens
         return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
 
-    def proposer(self, cache: KVCache, draft_context: Cached | None) -> Proposer | None:
+    def proposer(self, cache: KVCache, draft_context: PyTree) -> Proposer | None:
         """The proposer for a target cache and a draft context. It drafts no more tokens than both
         caches can rewind; None if that is 0."""
         draft, rows = self._draft, self._rows

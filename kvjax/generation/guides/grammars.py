@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from kvjax.core.typing import Json
 from kvjax.core.validation import as_list, as_python, check_unicode, short_repr
 from kvjax.generation.loaded_model import LanguageModel
 
@@ -58,7 +59,7 @@ class Guides:
         """Any JSON object."""
         return self.json_schema({"type": "object"})
 
-    def json_schema(self, schema: Any) -> "GrammarGuide":
+    def json_schema(self, schema: Json | str) -> "GrammarGuide":
         """JSON that matches a schema, without whitespace between its parts.
 
         Args:
@@ -129,10 +130,10 @@ class Guides:
         return GrammarGuide(matcher, self._ends, self._size)
 
 
-def _dumps(schema: Any) -> str:
+def _dumps(schema: object) -> str:
     """A schema as JSON. It may contain numbers and arrays of NumPy and JAX."""
 
-    def convert(value: Any) -> Any:
+    def convert(value: object) -> object:
         plain = value.tolist() if isinstance(value, np.ndarray | jax.Array) else as_python(value)
         if plain is value:
             raise TypeError(f"{short_repr(value)} can't be written as JSON")

@@ -139,9 +139,9 @@ class GuideMasks:
     def __init__(self, guides: Sequence[Guide | None], words: int, eos: Collection[int]) -> None:
         self._guides, self._eos = guides, eos
         self._counts = np.zeros(len(guides), np.int32)
-        self._masks: Any = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
+        self._masks = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
 
-    def accept(self, tokens: Any, counts: Any) -> None:
+    def accept(self, tokens: np.ndarray, counts: np.ndarray) -> None:
         """Advance the guides past the tokens of the last step, int32[rows, n]. ``counts``: new
         tokens of each row after it."""
         for row, guide in enumerate(self._guides):
@@ -159,7 +159,7 @@ class GuideMasks:
                 self._masks[row] = ALL_ALLOWED if ended[row] else guide_mask(guide, words)
         return self._masks.copy()  # the transfer to the device may read it later
 
-    def draft_masks(self, tokens: Any, counts: Any, ended: np.ndarray) -> np.ndarray:
+    def draft_masks(self, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray) -> np.ndarray:
         """uint32[rows, 1 + n, words]: the tokens that may come next, and after each token of a
         draft, int32[rows, n], with ``counts`` real tokens per row."""
         rows, places = tokens.shape

@@ -10,7 +10,6 @@ row's draft token by token, which gives a mask for each position.
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +92,7 @@ class GuidedSession(Session):
         self._tokens = tokens
         return DecodeOutput(tokens, self._progress, scores, None)
 
-    def _choose_args(self, logits: Logits, ended: np.ndarray) -> tuple[Any, ...]:
+    def _choose_args(self, logits: Logits, ended: np.ndarray) -> tuple[object, ...]:
         request, allowed = self._request, self._masks.next_masks(ended)
         return (
             logits,
@@ -203,7 +202,7 @@ class DraftedGuidedSession(GuidedSession):
         drafts: SpeculativeDecoder,
         steps: np.int32 | Array,
         halt: np.ndarray | Array,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         return (
             proposer,
             drafts.params,
@@ -226,7 +225,7 @@ class DraftedGuidedSession(GuidedSession):
         draft: DraftTokens,
         halt: np.ndarray | Array,
         allowed: np.ndarray,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[object, ...]:
         request = self._request
         return (
             proposer,
@@ -260,7 +259,7 @@ def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
 def propose(
     proposer: Proposer,
     draft_params: PyTree,
-    draft_context: Any,
+    draft_context: PyTree,
     acceptance: Acceptance,
     filters: Filters,
     progress: Progress,
@@ -269,12 +268,14 @@ def propose(
     settings: SamplingArrays,
     limit: Array,
     steps: Array,
-) -> tuple[DraftTokens, Any]:
+) -> tuple[DraftTokens, PyTree]:
     """Draft tokens for the rows that continue, so that no row takes more than ``steps`` tokens;
     also returns the draft context."""
     progress = replace(progress, done=progress.done | halt)
 
-    def choose(progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow) -> Any:
+    def choose(
+        progress: Progress, past: TokenHistory, logits: Logits, limit: PerRow
+    ) -> tuple[Progress, TokenHistory]:
         return choose_and_score(progress, past, logits, filters, settings, limit, None)[:2]
 
     left = jnp.minimum(steps, limit - progress.count) - 1
@@ -307,7 +308,7 @@ def feed(
 def verify(
     proposer: Proposer,
     context: Cached,
-    draft_context: Any,
+    draft_context: PyTree,
     acceptance: Acceptance,
     logits: DraftLogits,
     draft: DraftTokens,
@@ -319,7 +320,10 @@ def verify(
     halt: RowMask,
     allowed: UInt[Array, "batch places words"],
     scores: int | None,
-) -> tuple[Any, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
+) -> tuple[
+    tuple[Cached, PyTree, Acceptance],
+    tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None],
+]:
     """Verify the drafts of the rows that continue, and rewind rejected tokens.
 
     ``allowed``: uint32[batch, places, words], bit masks of allowed tokens. Returns the two contexts
@@ -328,13 +332,13 @@ def verify(
 
     def choose(
         progress: Progress, past: TokenHistory, logits: Logits, allowed: Array | None = None
-    ) -> Any:
+    ) -> tuple[Progress, TokenHistory, Scores | None]:
         return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
         )
 
-    before: Any = replace(progress, done=progress.done | halt)
-    length: Any = past.length
+    before = replace(progress, done=progress.done | halt)
+    length: PyTree = past.length
     active, shape = ~before.done, logits.shape[:2]
     output = jnp.zeros(shape, jnp.int32), None if scores is None else Scores.zeros(shape, scores)
     after, past, output = speculative.verify(
