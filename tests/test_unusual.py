@@ -16,8 +16,7 @@ import pytest
 
 import kvjax
 from kvjax import models
-from kvjax.generation.inputs import parse_logprobs
-from kvjax.generation.options import GenerationOptions
+from kvjax.generation.options import GenerationOptions, parse_logprobs
 from kvjax.memory import InferenceLimits
 from tests import unusual
 from tests.checkpoints import write_llama

@@ -10,14 +10,14 @@ from kvjax.engine.drafts import ENGINE_DRAFT, DraftPlan, DraftPlanner
 from kvjax.generation.beams.step import SearchConfig, resolve_search
 from kvjax.generation.drafts.draft_model import DraftModel, PromptLookup
 from kvjax.generation.guides.masks import Guide, check_guide
-from kvjax.generation.inputs import (
+from kvjax.generation.options import (
+    GenerationOptions,
     parse_eos_token_ids,
     parse_logit_bias,
     parse_logprobs,
     parse_stop,
     tokenize_prompts,
 )
-from kvjax.generation.options import GenerationOptions
 from kvjax.policies.model_config import positions_needed
 from kvjax.prefixes.pool import CacheGroup
 from kvjax.prefixes.pool_config import PoolConfig

@@ -7,10 +7,9 @@ from dataclasses import replace
 from kvjax.cache.state import KVCache
 from kvjax.core.validation import as_optional_int
 from kvjax.generation.encoder import has_encoded, refuse_auto
-from kvjax.generation.inputs import Prompts, check_token_ids, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
-from kvjax.generation.options import GenerationOptions
+from kvjax.generation.options import GenerationOptions, Prompts, check_token_ids, tokenize_prompts
 from kvjax.layouts import UNLIMITED, as_paged
 from kvjax.memory.limits import InferenceLimits, available_memory
 from kvjax.memory.planning import PREFILL_CHUNK

@@ -14,12 +14,12 @@ from kvjax.core.validation import donation_errors
 from kvjax.generation.beams.programs import keep_rows, rows_to_keep
 from kvjax.generation.beams.streaming import BeamStream
 from kvjax.generation.encoder import check_encoded
-from kvjax.generation.inputs import Prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import (
     CacheChoice,
     GenerateKeywords,
     GenerationOptions,
+    Prompts,
     explicit_signature,
 )
 from kvjax.generation.request import GenerationRequest, PromptChunk, prepare_request, prompt_chunks

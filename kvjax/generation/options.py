@@ -1,29 +1,36 @@
-"""The keywords of ``generate`` and its relatives: their types, and their defaults."""
+"""The keywords of ``generate`` and its relatives: their types, their defaults, and their checks."""
 
 import functools
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, ParamSpec, TypedDict, TypeVar
+from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
 
+import numpy as np
 from jax.sharding import Mesh
 
 from kvjax.cache.state import KVCache
-from kvjax.core.validation import normalize_bool_field
+from kvjax.core.validation import (
+    ArgumentError,
+    as_int,
+    as_list,
+    as_python,
+    check_unicode,
+    normalize_bool_field,
+    short_repr,
+)
 from kvjax.generation.drafts.draft_model import DraftChoice
 from kvjax.generation.guides.masks import GuideChoice
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import ModelConfig
 from kvjax.memory.limits import InferenceLimits
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.policies.presets import PolicyChoice
 from kvjax.prefixes.tree import PrefixTree, Tenant
 from kvjax.sampling.history import LogitsHook
-from kvjax.sampling.params import (
-    PenaltyKeywords,
-    SamplingKeywords,
-    SamplingParams,
-    describe_params,
-)
+from kvjax.sampling.params import PenaltyKeywords, SamplingKeywords, SamplingParams, describe_params
+from kvjax.sampling.scores import MAX_LOGPROBS
 
 CacheChoice = PolicyChoice | KVCache
 
@@ -150,3 +157,141 @@ def explicit_signature(
         return wrapped
 
     return decorate
+
+
+Prompts = str | Sequence[str] | Sequence[Sequence[int]]
+
+_PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids"
+
+
+def tokenize_prompts(
+    lm: LanguageModel, prompts: Prompts, cache_lengths: Sequence[int], *, what: str = "prompt"
+) -> list[list[int]]:
+    """Token ids of each prompt.
+
+    Args:
+      lm: the model.
+      prompts: texts or token ids.
+      cache_lengths: tokens that each row of a given cache holds. A text that continues such a row
+        gets no BOS token.
+      what: how error messages call an entry of ``prompts``.
+    """
+    try:
+        entries = [prompts] if isinstance(prompts, str) else list(prompts)
+    except TypeError:
+        raise ArgumentError(f"{_PROMPTS}, got {short_repr(prompts)}", param="prompts") from None
+    if not entries:
+        raise ArgumentError("no prompts: the list is empty", param="prompts")
+    rows = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, str):
+            if lm.tokenizer is None:
+                message = "the model has no tokenizer: give prompts as lists of token ids"
+                raise ArgumentError(message, param="prompts")
+            continues = number < len(cache_lengths) and cache_lengths[number] > 0
+            ids = lm.tokenizer.encode(entry, add_special_tokens=not continues)
+        else:
+            ids = _as_token_ids(entry, f"{what} {number}")
+        if not ids:
+            message = f"{what} {number} is empty: give at least one token"
+            raise ArgumentError(message, param=what.split()[0])
+        check_token_ids(lm.config, ids, f"{what} {number}")
+        rows.append(ids)
+    return rows
+
+
+def _as_token_ids(entry: Any, name: str) -> list[int]:
+    try:
+        ids = np.asarray(entry)
+    except (TypeError, ValueError):  # lists of uneven lengths, and objects without an array form
+        ids = np.asarray(None)
+    if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        message = (
+            f"{name} must be a text or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
+        )
+        raise ArgumentError(message, param=name.split()[0])
+    return ids.tolist()
+
+
+def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str) -> None:
+    """Raise ``ValueError`` for a token id outside the vocabulary."""
+    for i in ids:
+        if not 0 <= i < config.vocab_size:
+            message = (
+                f"{name}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
+                f"tokens, 0 to {config.vocab_size - 1}"
+            )
+            raise ArgumentError(message, param=name.split()[0])
+
+
+def parse_logit_bias(
+    config: ModelConfig, logit_bias: Mapping[int, float] | None
+) -> dict[int, float]:
+    """The numbers that are added to logits, by token id."""
+    if not isinstance(logit_bias, Mapping | None):
+        message = f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}"
+        raise ArgumentError(message, param="logit_bias")
+    biases = {
+        as_int("a token of logit_bias", token, 0): bias
+        for token, bias in (logit_bias or {}).items()
+    }
+    check_token_ids(config, list(biases), "logit_bias")
+    return biases
+
+
+def parse_logprobs(
+    config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
+) -> int | None:
+    """How many of the most likely tokens to report with each new token; None for no
+    log-probabilities."""
+    logprobs = as_python(logprobs)
+    if logprobs is None or logprobs is False:
+        return None
+    count = as_int(name, 0 if logprobs is True else logprobs, 0)
+    if count > MAX_LOGPROBS:
+        message = f"{name} must be at most {MAX_LOGPROBS}, got {count}"
+        raise ArgumentError(message, param=name)
+    return min(count, config.vocab_size)
+
+
+def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
+    """The seed of each row."""
+    seed = as_python(seed)
+    if isinstance(seed, int):
+        return [seed + row for row in range(rows)]
+    seeds = as_list("seed", seed, "an integer, or one per row")
+    if len(seeds) != rows:
+        message = f"{len(seeds)} seeds for {rows} rows: give one number, or one per row"
+        raise ArgumentError(message, param="seed")
+    return [as_python(each) for each in seeds]
+
+
+def parse_eos_token_ids(
+    lm: LanguageModel, eos_token_ids: int | Sequence[int] | None
+) -> tuple[int, ...]:
+    """Tokens that end a row: the given ones, or the checkpoint's."""
+    if eos_token_ids is None:
+        return tuple(lm.generation.eos_token_ids)
+    given: Any = as_python(eos_token_ids)
+    expected = "a token id, or a list of them"
+    entries = (given,) if isinstance(given, int) else as_list("eos_token_ids", given, expected)
+    tokens = tuple(as_int("a token of eos_token_ids", token, 0) for token in entries)
+    check_token_ids(lm.config, tokens, "eos_token_ids")
+    return tokens
+
+
+def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The strings that end a text."""
+    given = () if stop is None else stop
+    stops = (
+        (given,) if isinstance(given, str) else tuple(as_list("stop", given, "a text, or texts"))
+    )
+    for text in stops:
+        if not isinstance(text, str) or not text:
+            message = f"a stop string must have at least one character, got {short_repr(text)}"
+            raise ArgumentError(message, param="stop")
+        check_unicode("a stop string", text)
+    if stops and lm.tokenizer is None:
+        message = "the model has no tokenizer, so stop strings can't be found: leave out stop="
+        raise ArgumentError(message, param="stop")
+    return stops

@@ -24,7 +24,10 @@ from kvjax.generation.cache_choice import (
 from kvjax.generation.drafts.draft_model import Draft, check_draft_positions, resolve_draft
 from kvjax.generation.encoder import source_bytes
 from kvjax.generation.guides.masks import CopyableGuide, parse_guides
-from kvjax.generation.inputs import (
+from kvjax.generation.loaded_model import LanguageModel
+from kvjax.generation.model import capacity_bucket, check_model, choose_capacity, grown_capacity
+from kvjax.generation.options import (
+    GenerationOptions,
     Prompts,
     parse_eos_token_ids,
     parse_logit_bias,
@@ -33,9 +36,6 @@ from kvjax.generation.inputs import (
     parse_stop,
     tokenize_prompts,
 )
-from kvjax.generation.loaded_model import LanguageModel
-from kvjax.generation.model import capacity_bucket, check_model, choose_capacity, grown_capacity
-from kvjax.generation.options import GenerationOptions
 from kvjax.layouts import UNLIMITED
 from kvjax.operations.capacity import check_budget
 from kvjax.placement.device import Device

@@ -16,10 +16,9 @@ from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import INT32_MAX, ArgumentError, as_int, as_list, is_traced
-from kvjax.generation.inputs import Prompts, tokenize_prompts
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model, choose_capacity
-from kvjax.generation.options import explicit_signature
+from kvjax.generation.options import Prompts, explicit_signature, tokenize_prompts
 from kvjax.generation.request import padded_width
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select

@@ -21,16 +21,16 @@ from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, PerRow, Tokens
 from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
-from kvjax.generation.inputs import (
+from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
+from kvjax.generation.model import Model, ModelConfig, check_model, choose_capacity
+from kvjax.generation.options import (
     Prompts,
     check_token_ids,
+    explicit_signature,
     parse_eos_token_ids,
     parse_logit_bias,
     tokenize_prompts,
 )
-from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
-from kvjax.generation.model import Model, ModelConfig, check_model, choose_capacity
-from kvjax.generation.options import explicit_signature
 from kvjax.generation.programs import Cached, choose_first, decode_loop, gather_vocab
 from kvjax.layouts.paged import MAX_PAGE_SIZE
 from kvjax.operations.rows import repeat, reset
