@@ -414,8 +414,8 @@ FAULTS = (
     ),
     Fault(
         "arrays change after dispatch", "engine/rows.py",
-        "self._on_device = commit(self._placement.put(params))",
-        "self._on_device = self._params", ("engine",),
+        "params = self._on_device = commit(self._placement.put(copies))",
+        "params = self._on_device = self._params", ("engine",),
     ),
     Fault(
         "a row that does not take part decodes", "engine/programs.py",
