@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Unpack
 
 import jax
 
@@ -187,7 +187,7 @@ class _Run:
         return replace(result, cache=cache, stats=replace(result.stats, cache_bytes=nbytes(cache)))
 
 
-def _failed(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
+def _failed(error: Exception) -> _Prepared:
+    future: _Prepared = Future()
     future.set_exception(error)
     return future

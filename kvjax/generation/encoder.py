@@ -12,7 +12,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.typing import PerRow, Tokens
 from kvjax.generation.model import capacity_bucket
 from kvjax.layouts import Dense
-from kvjax.memory.sizes import device_bytes, has_encoder
+from kvjax.memory.sizes import LoadedModel, device_bytes, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 
@@ -21,7 +21,7 @@ SOURCE = "source"
 NOT_ENCODED = "this model's encoder has read no text: call lm.with_encoder_inputs(texts) first"
 
 
-def has_encoded(lm: Any) -> bool:
+def has_encoded(lm: object) -> bool:
     """Whether the model has an encoder that has read its texts."""
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
@@ -31,19 +31,19 @@ def without_source(params: dict[str, PyTree]) -> dict[str, PyTree]:
     return {name: node for name, node in params.items() if name != SOURCE}
 
 
-def refuse_encoder(what: str, lm: Any) -> None:
+def refuse_encoder(what: str, lm: object) -> None:
     """Raise ``ValueError`` for a model with an encoder, which ``what`` does not support."""
     if has_encoder(lm):
         raise ValueError(f"{what} does not support models with an encoder")
 
 
-def check_encoded(lm: Any) -> None:
+def check_encoded(lm: object) -> None:
     """Raise ``ValueError`` for a model with an encoder that has read no text."""
     if has_encoder(lm) and not has_encoded(lm):
         raise ValueError(NOT_ENCODED)
 
 
-def refuse_auto(choice: Any) -> None:
+def refuse_auto(choice: object) -> None:
     """Raise ``ValueError`` for the policy ``Auto``."""
     if isinstance(choice, Auto) or (isinstance(choice, str) and isinstance(policy(choice), Auto)):
         raise ValueError(
@@ -52,13 +52,15 @@ def refuse_auto(choice: Any) -> None:
         )
 
 
-def source_bytes(lm: Any, choice: PolicyChoice | None, texts: list[list[int]], rows: int) -> int:
+def source_bytes(
+    lm: LoadedModel, choice: PolicyChoice | None, texts: list[list[int]], rows: int
+) -> int:
     """Device memory in bytes that the encoder's cache takes for these texts in ``rows`` rows."""
     policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
     return device_bytes(lm.config, policies, rows, width, lm.mesh)
 
 
-def _policies(lm: Any, choice: PolicyChoice | None) -> list[CachePolicy]:
+def _policies(lm: LoadedModel, choice: PolicyChoice | None) -> list[CachePolicy]:
     """The policies of the encoder's cache: dense, because all its tokens arrive at once."""
     choice = "static" if choice is None else choice
     return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]

@@ -91,7 +91,7 @@ def _best(result: GenerationResult, request: GenerationRequest, padding: int) ->
     assert search is not None
     rows, means = best_rows(result.logprobs, samples, search.num_return)
     selected = rows.ravel().tolist()
-    cache: Any = result.cache
+    cache = result.cache
     if cache is not None:
         cache = keep_rows(cache, *rows_to_keep(rows, np.zeros_like(rows), request))
 

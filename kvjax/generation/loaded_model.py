@@ -64,7 +64,7 @@ def without_weak_types(params: PyTree) -> PyTree:
     """Parameters without weak types, such as the type of ``jnp.full(shape, 0.5)``. An optimizer
     returns strongly typed parameters, which would otherwise compile every program again."""
 
-    def convert(x: Any) -> Any:
+    def convert(x: Array) -> Array:
         weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type
         return lax.convert_element_type(x, x.dtype) if weak else x
 
@@ -85,7 +85,7 @@ def cast_params(params: PyTree, own: PyTree) -> PyTree:
     return without_weak_types(structure.unflatten(placed))
 
 
-def _placed_like(x: Any, target: Any) -> Any:
+def _placed_like(x: Array, target: Array) -> Array:
     if is_traced(x) or is_traced(target) or not isinstance(target, jax.Array):
         return x
     same_devices = isinstance(x, jax.Array) and x.sharding.device_set == target.sharding.device_set
@@ -98,7 +98,7 @@ def _cast(arrays: list[jax.Array], dtypes: tuple[np.dtype, ...]) -> list[jax.Arr
     return [x.astype(dtype) for x, dtype in zip(arrays, dtypes, strict=True)]
 
 
-def _forms(params: PyTree, dtypes: bool) -> tuple[Any, ...]:
+def _forms(params: PyTree, dtypes: bool) -> tuple[object, ...]:
     """Structure, shapes and dtypes. Comparing them is faster than comparing names; rollouts do it
     at every step."""
     leaves, structure = jax.tree.flatten(params)
@@ -230,7 +230,7 @@ class LanguageModel:
         )
 
     @property
-    def apply(self) -> Callable[..., Any]:
+    def apply(self) -> Callable[..., PyTree]:
         """``apply(params, tokens, cache=None, ...)``; see ``kvjax.models.Architecture.apply``."""
         return self.architecture.apply
 
@@ -319,7 +319,7 @@ class LanguageModel:
         """
         return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+    def chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
         """Token ids of a conversation, ready for an answer; see ``kvjax.models.Tokenizer.chat``.
 
         Raises:

@@ -16,6 +16,7 @@ from kvjax.core.target import default_device
 from kvjax.core.typing import Array, Counts, Tokens
 from kvjax.core.validation import as_int, check_not_traced, is_traced
 from kvjax.layouts import UNLIMITED
+from kvjax.memory.sizes import LoadedModel
 from kvjax.policies.model_config import (
     CacheShape,
     layer_heads,
@@ -54,7 +55,7 @@ class Model(Protocol):
         lengths: Array | None = None,
         last_only: bool = False,
         max_len: int | None = None,
-    ) -> Any: ...
+    ) -> PyTree: ...
 
 
 class ModelConfig(CacheShape, Protocol):
@@ -89,7 +90,7 @@ def check_model(lm: Any, *, inside: bool = False) -> None:
         check_not_traced("generation", jnp.zeros(()))
 
 
-def check_device(lm: Any) -> None:
+def check_device(lm: LoadedModel) -> None:
     """Raise ``ValueError`` if the model is on one device that is not the default device. Caches are
     created on the default device, so every call would transfer them."""
     leaf = next(iter(jax.tree.leaves(lm.params)), None)
@@ -141,7 +142,7 @@ def apply_in_chunks(
     chunks = chunks.reshape(batch, count, size).swapaxes(0, 1)
     real = jnp.clip(taken[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
 
-    def step(carry: tuple[KVCache, Array], chunk: tuple[Array, Array]) -> Any:
+    def step(carry: tuple[KVCache, Array], chunk: tuple[Array, Array]):
         (cache, last), (tokens, lengths) = carry, chunk
         logits, cache = run(tokens, cache, lengths)
         if not last_only:

@@ -5,7 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, ParamSpec, TypedDict, TypeVar
+from typing import Literal, ParamSpec, TypedDict, TypeVar
 
 import numpy as np
 from jax.sharding import Mesh
@@ -200,7 +200,7 @@ def tokenize_prompts(
     return rows
 
 
-def _as_token_ids(entry: Any, name: str) -> list[int]:
+def _as_token_ids(entry: object, name: str) -> list[int]:
     try:
         ids = np.asarray(entry)
     except (TypeError, ValueError):  # lists of uneven lengths, and objects without an array form
@@ -272,7 +272,7 @@ def parse_eos_token_ids(
     """Tokens that end a row: the given ones, or the checkpoint's."""
     if eos_token_ids is None:
         return tuple(lm.generation.eos_token_ids)
-    given: Any = as_python(eos_token_ids)
+    given = as_python(eos_token_ids)
     expected = "a token id, or a list of them"
     entries = (given,) if isinstance(given, int) else as_list("eos_token_ids", given, expected)
     tokens = tuple(as_int("a token of eos_token_ids", token, 0) for token in entries)

@@ -1,7 +1,6 @@
 """A generation request: checked against the model, completed, its prompts split into chunks."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -307,7 +306,7 @@ def prompt_chunks(request: GenerationRequest, cached: np.ndarray | int = 0) -> l
         for row, ids in enumerate(prompts):
             tokens[row, : real[row]] = ids[start : start + size]
         ends = (lengths > start) & (lengths <= start + size)
-        on_device: Any = Device(mesh_sharding=request.mesh_sharding).put(tokens)
+        on_device = Device(mesh_sharding=request.mesh_sharding).put(tokens)
         filled = request.cache_lengths + cached + np.minimum(lengths, start + size)
         chunks.append(PromptChunk(on_device, real, ends, int(filled.max())))
     return chunks

@@ -120,7 +120,7 @@ class GenerationResult:
     cache: KVCache
     pending_tokens: list[list[int]]
     logprobs: Any = None  # list[list[TokenScore]] | Scores | None
-    lengths: Any = None
+    lengths: np.ndarray | None = None
     guides: Any = None  # tuple[Guide | None, ...] | None
     sequence_scores: list[float] | None = None
 
@@ -136,7 +136,7 @@ def pad_result(
       most: how many of the most likely tokens have scores; None for no scores.
     """
     shape = len(result.tokens), width
-    tokens: Any = np.full(shape, padding, np.int32)
+    tokens = np.full(shape, padding, np.int32)
     for row, ids in enumerate(result.tokens):
         tokens[row, : len(ids)] = ids
     scores = None
@@ -224,7 +224,7 @@ _EVENTS = ("/jax/core/compile/jaxpr_trace_duration", _LOWERED, _COMPILED)
 _thread = threading.local()
 
 
-def _listen(event: str, duration_secs: float, **_: Any) -> None:
+def _listen(event: str, duration_secs: float, **_: object) -> None:
     timer: Timer | None = getattr(_thread, "timer", None)
     if timer is not None:
         timer.record(event, duration_secs)

@@ -153,7 +153,7 @@ def _process(
     longest = max(map(len, rows))
     full, rest = longest // chunk * chunk, longest % chunk
     tokens, lengths = _pad(rows, full + (padded_width(rest, chunk) if rest else 0))
-    outputs: list[Any] = []
+    outputs: list[Array] = []
     # A derivative needs the old caches, so only calls without tracing donate them.
     call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating_call
     for start in range(0, tokens.shape[1], chunk):

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack, cast
+from typing import Unpack, cast
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ def compile(
     *,
     max_len: int,
     batch: int = 1,
-    device: Any = None,
+    device: object = None,
     **settings: Unpack[CompileKeywords],
 ) -> Compiled:
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run. In this

@@ -29,12 +29,13 @@ from kvjax.generation.aot.step_programs import (
 )
 from kvjax.generation.drafts.speculative import SpeculativeDecoder, speculate
 from kvjax.generation.guides.masks import mask_words
+from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import GenerationDefaults, Model, ModelConfig, capacity_bucket
 from kvjax.generation.options import GenerationOptions
 from kvjax.generation.programs import Cached, Progress
 from kvjax.generation.request import GenerationRequest, prepare_request
 from kvjax.layouts import as_paged
-from kvjax.memory.sizes import as_plannable
+from kvjax.memory.sizes import Plannable, as_plannable
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 from kvjax.sampling.history import make_history
 from kvjax.sampling.scores import Scores
@@ -51,11 +52,11 @@ class AbstractModel:
     params: PyTree
     mesh: Mesh | None
     generation: GenerationDefaults = _DEFAULTS
-    tokenizer: Any = None
+    tokenizer: object = None
     source: str = "an abstract model"
 
     @classmethod
-    def of(cls, lm: Any, mesh: Mesh | None) -> "AbstractModel":
+    def of(cls, lm: LanguageModel | Plannable, mesh: Mesh | None) -> "AbstractModel":
         """The abstract form of a loaded model or an ``Architecture``.
 
         Raises:
@@ -131,7 +132,11 @@ def chunk_widths(request: GenerationRequest, fewest: int, most: int) -> dict[int
 
 
 def compile_for_device(
-    lm: Any, policy: PolicyChoice, batch: int, options: GenerationOptions, device: Any
+    lm: LanguageModel | Plannable,
+    policy: PolicyChoice,
+    batch: int,
+    options: GenerationOptions,
+    device: object,
 ) -> dict[str, Compiled]:
     """The programs that ``generate`` would run on a target device, by name.
 
