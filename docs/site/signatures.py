@@ -25,7 +25,10 @@ class Keywords(griffe.Extension):
         """Called for each function, once its package is loaded."""
         if not any("Unpack[" in str(parameter.annotation) for parameter in func.parameters):
             return
-        value = importlib.import_module(func.module.path)
+        try:
+            value = importlib.import_module(func.module.path)
+        except ImportError:  # an adapter of a library that is not installed
+            return
         for name in func.path.removeprefix(f"{func.module.path}.").split("."):
             value = getattr(value, name)
         if func.docstring is not None:
