@@ -47,7 +47,7 @@ class FakeEngine:
         given = json.dumps([prompt, settings], sort_keys=True)
         text = hashlib.sha256(given.encode()).hexdigest()[:4] + "ü\u2028"
         handle = FakeHandle(
-            done=False, error=None, text=text, tokens=[1, 2], reason="length", logprobs=None,
+            done=False, error=None, text=text, tokens=[1, 2], finish_reason="length", logprobs=None,
             request=SimpleNamespace(tokens=[0]),
         )  # fmt: skip
         self.waiting.append((handle, callback))
