@@ -39,6 +39,10 @@ class _MultimodalDefaults:
 
 
 MULTIMODAL = {
+    # Transformers' classes for these two omit the text model's logit_scale. kvjax applies it, as in
+    # the text model that they were trained from.
+    "aya_vision": _MultimodalDefaults("cohere2", tied=True),
+    "cohere2_vision": _MultimodalDefaults("cohere2", tied=True),
     "gemma3": _MultimodalDefaults("gemma3_text", tied=True),
     "gemma3n": _MultimodalDefaults("gemma3n_text", tied=True),
     "gemma4": _MultimodalDefaults("gemma4_text", tied=True),

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from kvjax import models
 from tests.oracle.conftest import LENGTH, Reference, randomise
-from tests.oracle.test_families import GEMMA3N, GEMMA4, LLAMA4
+from tests.oracle.test_families import COHERE2, GEMMA3N, GEMMA4, LLAMA4
 from tests.oracle.test_logits import SMALL, TOLERANCE, worst
 
 VISION = {
@@ -36,6 +36,25 @@ OLD = (
 OLD_QWEN = ((r"^model\.language_model\.", "model."), (r"^model\.visual", "visual"))
 
 CASES: dict[str, tuple[str, dict[str, Any], tuple[tuple[str, str], ...]]] = {
+    # With another logit_scale than 1, these two differ: see models/multimodal.py.
+    "aya_vision": (
+        "aya_vision",
+        {
+            "text_config": {**COHERE2, "model_type": "cohere2", "logit_scale": 1.0},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "image_token_index": 66,
+        },
+        OLD,
+    ),
+    "cohere2_vision": (
+        "cohere2_vision",
+        {
+            "text_config": {**COHERE2, "model_type": "cohere2", "logit_scale": 1.0},
+            "vision_config": {**VISION, "model_type": "siglip_vision_model"},
+            "image_token_id": 66,
+        },
+        (),
+    ),
     "gemma3": (
         "gemma3",
         {
@@ -232,9 +251,11 @@ def test_what_a_file_leaves_out(transformers: Any, tmp_path: Path) -> None:
         theirs, ours = whole.text_config, models.read_config(tmp_path)
         for field in (
             "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
-            "num_key_value_heads", "max_position_embeddings", "rms_norm_eps",
+            "num_key_value_heads", "max_position_embeddings",
         ):  # fmt: skip
             assert getattr(ours, field) == getattr(theirs, field), (name, field)
+        epsilon = "layer_norm_eps" if hasattr(theirs, "layer_norm_eps") else "rms_norm_eps"
+        assert ours.rms_norm_eps == getattr(theirs, epsilon), name
         assert ours.tie_word_embeddings == whole.tie_word_embeddings, name
         ropes = theirs.rope_parameters
         rope = ropes.get("full_attention", ropes)
