@@ -286,7 +286,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 GREEDY = (
     "cohere2",
-    "cohere2-other",
     "smollm3",
     "phi3",
     "olmo2",
