@@ -5,18 +5,9 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 from .config import DecoderConfig, GemmaConfig
-from .config_fields import (
-    FULL,
-    LOCAL,
-    Family,
-    RopeForm,
-    read_cap,
-    read_rope,
-    read_ropes,
-    read_shared,
-    refused,
-)
+from .config_fields import Family, read_cap, read_shared, refused
 from .files import Fields
+from .rope import FULL, LOCAL, RopeForm, read_rope, read_ropes
 
 
 @dataclass(frozen=True)

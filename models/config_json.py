@@ -23,10 +23,8 @@ from .config import (
 from .config_fields import (
     FAMILIES,
     Family,
-    RopeForm,
     check_model_type,
     read_dtype,
-    read_rope,
     read_rope_layers,
     read_shared,
     refused,
@@ -35,6 +33,7 @@ from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
 from .files import Fields, read_json
 from .layers import ACTIVATIONS
 from .multimodal import text_fields
+from .rope import RopeForm, read_rope
 
 _LLAMAS = {
     "llama": Family(32000, 11008, None, None, 2048, attention_bias=True, mlp_bias=True),

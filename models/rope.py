@@ -1,4 +1,4 @@
-"""Rotary tables for every rope type that Transformers supports for these families.
+"""Rotary positions: tables for every rope type of Transformers, and reading of their parameters.
 
 Inverse frequencies are computed in float32 with the same sequence of operations as Transformers, so
 the rounding is the same. Powers are computed in float64 and then rounded; in fewer than 1 % of
@@ -13,7 +13,7 @@ arXiv:2410.06205 (proportional).
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,7 +22,8 @@ import numpy as np
 
 from kvjax.core.rotary import RotaryTable, rotary_table
 
-from .config import DecoderConfig
+from .config import DecoderConfig, Parameter, RopeConfig
+from .files import Fields
 
 Frequencies = tuple[np.ndarray, float]
 """Inverse frequencies, float32[half], and the scale of the cosines and sines."""
@@ -177,3 +178,181 @@ _KINDS: dict[str, Callable[[DecoderConfig, int, dict], Frequencies]] = {
     "yarn": _yarn,
     "longrope": _longrope,
 }
+
+
+KINDS = ("default", "dynamic", "linear", "llama3", "longrope", "yarn")
+"""The rotary kinds that Transformers supports for most of these families."""
+
+
+@dataclass(frozen=True)
+class RopeForm:
+    """How a family's files describe rotary positions.
+
+    Attributes:
+      base, theta: the top-level name of ``rope_theta``, and its default.
+      part, partial: the top-level name of ``partial_rotary_factor``, and its default.
+      partial_default: whether the kind ``default`` uses that factor.
+      kinds: the kinds that the family supports.
+      older: pairs of an older name of a kind and its present name.
+      trained: the default context length before scaling, for families that read it only from the
+        top level; None if the rotary parameters may contain it.
+    """
+
+    base: str = "rope_theta"
+    theta: float = 1e4
+    part: str = "partial_rotary_factor"
+    partial: float = 1.0
+    partial_default: bool = False
+    kinds: tuple[str, ...] = KINDS
+    older: tuple[tuple[str, str], ...] = ()
+    trained: int | None = None
+
+
+FULL, LOCAL = RopeForm(theta=1e6), RopeForm("rope_local_base_freq")
+"""Gemma 3's full and sliding layers."""
+
+
+def read_rope(
+    config: Fields, form: RopeForm, *, head_dim: int, max_position_embeddings: int
+) -> RopeConfig:
+    """Read ``rope_parameters``, or its older forms ``rope_scaling`` and ``rope_theta``.
+
+    As in Transformers, ``rope_scaling`` has precedence over ``rope_parameters``, and their
+    ``rope_theta`` and ``partial_rotary_factor`` over the top-level fields. A top-level
+    ``original_max_position_embeddings`` has precedence over the one inside.
+
+    Raises:
+      CheckpointError: if the kind is unknown, or a parameter is missing or invalid.
+    """
+    rope = _rope_fields(config)
+    name = "original_max_position_embeddings"
+    outside = form.trained is not None or config.raw(name) is not None
+    return _read(config, rope, form, outside, head_dim, max_position_embeddings)
+
+
+def read_ropes(
+    config: Fields,
+    full_form: RopeForm,
+    local_form: RopeForm,
+    *,
+    head_dim: int,
+    max_position_embeddings: int,
+    full_head_dim: int | None = None,
+) -> tuple[RopeConfig, RopeConfig]:
+    """Read the rotary positions of full and of sliding layers, for families in which they differ.
+
+    New files have ``full_attention`` and ``sliding_attention`` in ``rope_parameters``. Older files
+    have ``rope_theta`` and ``rope_scaling`` for full layers, and ``rope_local_base_freq`` for
+    sliding layers, which are not scaled.
+
+    Args:
+      full_head_dim: the head dimension of full layers, if it differs.
+
+    Raises:
+      CheckpointError: if a kind is unknown, or a parameter is missing or invalid.
+    """
+    both = config.inner("rope_parameters") or Fields(config.file, {}, "rope_parameters.")
+    for name in both.values:
+        if name not in ("full_attention", "sliding_attention"):
+            raise both.wrong(name, "only full_attention and sliding_attention")
+    full = _inner(both, "full_attention")
+    if (scaling := _inner(config, "rope_scaling")).values:
+        if full.values:
+            raise config.wrong(
+                "rope_scaling", "null, because rope_parameters.full_attention is set"
+            )
+        # Versions of Transformers disagree about which of the two names has precedence.
+        if scaling.raw("rope_type") is None:
+            raise scaling.wrong("rope_type", f"one of {', '.join(KINDS)}")
+        full = scaling
+    local, positions = _inner(both, "sliding_attention"), max_position_embeddings
+    return (
+        _read(config, full, full_form, False, full_head_dim or head_dim, positions),
+        _read(config, local, local_form, False, head_dim, positions),
+    )
+
+
+def _inner(fields: Fields, name: str) -> Fields:
+    return fields.inner(name) or Fields(fields.file, {}, f"{fields.parent}{name}.")
+
+
+def _read(
+    config: Fields,
+    rope: Fields,
+    form: RopeForm,
+    outside: bool,
+    head_dim: int,
+    max_position_embeddings: int,
+) -> RopeConfig:
+    """Read one set of parameters. ``outside``: whether the length before scaling is a top-level
+    field."""
+    kind = _kind(rope, form)
+    inside = rope.raw("rope_theta") is not None
+    theta = rope.number("rope_theta") if inside else config.number(form.base, form.theta)
+    outer = config.number(form.part, form.partial)
+    # In most families of Transformers, the `default` kind ignores the factor.
+    whole = kind == "default" and not form.partial_default
+    partial = 1.0 if whole else rope.number("partial_rotary_factor", outer)
+    if kind == "proportional" and partial > 1:
+        raise rope.wrong("partial_rotary_factor", "a number above 0, and at most 1")
+    result = RopeConfig(kind, theta, partial)
+    dim = result.rotary_dim(head_dim)
+    if dim < 2 or dim % 2 or dim > head_dim:
+        where = config if "head_dim" in config.values else rope
+        name = "head_dim" if where is config else "partial_rotary_factor"
+        raise where.wrong(
+            name, f"an even number of rotated channels, at most head_dim = {head_dim}, not {dim}"
+        )
+    parameters = _parameters(kind, rope, dim)
+    if kind in ("llama3", "yarn", "longrope"):
+        name = "original_max_position_embeddings"
+        default = form.trained or max_position_embeddings
+        parameters[name] = (config if outside else rope).integer(name, default)
+    return RopeConfig(kind, theta, partial, tuple(sorted(parameters.items())))
+
+
+def _rope_fields(config: Fields) -> Fields:
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = config.inner(name)
+        if fields is not None and fields.values:
+            if nested := [key for key in fields.values if key.endswith("_attention")]:
+                raise fields.wrong(nested[0], "one set of rotary parameters for all layers")
+            return fields
+    return Fields(config.file, {}, "rope_parameters.")
+
+
+def _kind(rope: Fields, form: RopeForm) -> str:
+    name = "rope_type" if rope.raw("rope_type") is not None else "type"
+    older = dict(form.older)
+    kind = rope.choice(name, "default", (*form.kinds, *older))
+    return older.get(kind, kind)
+
+
+def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
+    """The parameters that this kind reads."""
+    if kind == "default":
+        return {}
+    if kind == "dynamic" and dim < 4:
+        raise rope.wrong("rope_type", f"another type: dynamic needs 4 rotated channels, not {dim}")
+    if kind == "longrope":
+        parameters: dict[str, Parameter] = {
+            name: rope.numbers(name, dim // 2) for name in ("long_factor", "short_factor")
+        }
+        optional = ("factor", "attention_factor")
+    elif kind == "yarn":
+        if "factor" not in rope.values:
+            raise rope.wrong("factor", "a number above 0")
+        parameters = {"truncate": rope.flag("truncate", True)}
+        optional = (
+            "factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        )  # fmt: skip
+    else:
+        parameters = {} if kind == "proportional" else {"factor": rope.number("factor")}
+        optional = ("factor",) if kind == "proportional" else ()
+    if kind == "llama3":
+        for name in ("low_freq_factor", "high_freq_factor"):
+            parameters[name] = rope.number(name)
+    for name in optional:
+        if rope.raw(name) is not None:
+            parameters[name] = rope.number(name, positive=name == "factor")
+    return parameters
