@@ -878,7 +878,7 @@ def test_invalid_engines():
             engine_of(**given)
     with pytest.raises(ValueError, match="no layer is paged"):
         kvjax.Engine(lm, "static", InferenceLimits(max_seq_len=64))
-    with pytest.raises(ValueError, match="max_seq_len of limits"):
+    with pytest.raises(ValueError, match=r"limits=InferenceLimits\(max_seq_len"):
         kvjax.Engine(lm)
     with pytest.raises(ValueError, match=r"need 12 pages of pool 0, which has 3"):
         engine_of(pages=3).submit([1] * 100, max_new_tokens=92)
