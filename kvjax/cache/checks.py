@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from kvjax.placement.device import on_device_of
 
 def validated(
     what: str,
-    cache: Any,
+    cache: KVCache,
     *,
     layer: LayerNumber | None = None,
     between: bool = True,
@@ -66,13 +65,13 @@ def validated(
     return _in_place(what, cache, entries)
 
 
-def check_cache(what: str, cache: Any) -> None:
+def check_cache(what: str, cache: object) -> None:
     """Raise ``ValueError`` if ``cache`` is not a `KVCache`."""
     if not isinstance(cache, KVCache):
         raise ValueError(f"{what} takes a KVCache, see init_cache, not a {type(cache).__name__}")
 
 
-def check_arrays(what: str, cache: Any) -> None:
+def check_arrays(what: str, cache: object) -> None:
     """``check_cache``, and raise ``ValueError`` if its leaves are not arrays or were donated."""
     check_cache(what, cache)
     for x in jax.tree.leaves(cache):

@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import ParamSpec
 
 import jax
 import numpy as np
@@ -37,6 +37,8 @@ from kvjax.policies.model_config import (
     scanned,
 )
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
+
+_P = ParamSpec("_P")
 
 
 @without_mesh_context
@@ -99,12 +101,12 @@ def as_memory_error(message: Callable[[], str]) -> Iterator[None]:
         raise CacheMemoryError(message()) from error
 
 
-def _with_size_in_errors(make: Callable[..., KVCache]) -> Callable[..., KVCache]:
+def _with_size_in_errors(make: Callable[_P, KVCache]) -> Callable[_P, KVCache]:
     """A decorator that raises ``CacheMemoryError``, with the size of the cache, if ``make`` runs
     out of memory."""
 
     @functools.wraps(make)
-    def wrapped(*args: Any, **kwargs: Any) -> KVCache:
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> KVCache:
         def message() -> str:
             cache = jax.eval_shape(functools.partial(make, *args, **kwargs))
             tokens = kwargs["max_len"] or kwargs.get("initial_len")
@@ -188,7 +190,7 @@ def allocate(
     else:
         layers = [new_layer(kind[0], batch, *kind[1:]) for kind in kinds]
     shapes = (batch,), (batch, len(layers)), (batch,)
-    rows: Any = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
+    rows = policies[0].placement.put([np.zeros(shape, np.int32) for shape in shapes])
     if sources is not None:
         sources = tuple(own.index(source) for source in sources)
     cache = KVCache(
@@ -247,7 +249,7 @@ def new_layer(
 
 
 @functools.lru_cache(maxsize=256)
-def _sharded_layer(policy: CachePolicy, *shape: Any) -> Callable[[], LayerCache]:
+def _sharded_layer(policy: CachePolicy, *shape: int | None) -> Callable[[], LayerCache]:
     """The program that allocates an empty layer on the devices of a mesh."""
     make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
     mesh_sharding = placement.mesh_sharding

@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jaxtyping import PyTree
 
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import allow_host_to_device
@@ -47,7 +48,7 @@ def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     return wrapped
 
 
-def _without(names: Container[str], x: Any) -> Any:
+def _without(names: Container[str], x: object) -> object:
     """Remove axes from the sharding in the type of an array."""
     if not isinstance(x, jax.Array):
         return x
@@ -66,7 +67,7 @@ def _axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class _Divisions:
     """How the arrays of a function's arguments are divided."""
 
-    def __init__(self, mesh: AbstractMesh, *args: Any) -> None:
+    def __init__(self, mesh: AbstractMesh, *args: object) -> None:
         self.mesh = mesh
         leaves = jax.tree.leaves(args, is_leaf=_is_cache)
         arrays = [x for x in leaves if isinstance(x, jax.Array)]
@@ -87,7 +88,7 @@ class _Divisions:
     def apply(self, result: _T) -> _T:
         """The result of the function, divided like its arguments."""
 
-        def one(x: Any) -> Any:
+        def one(x: PyTree) -> PyTree:
             if not _is_cache(x):
                 return self._put(x, self.arrays.get(np.shape(x)))
             return jax.tree_util.tree_map_with_path(

@@ -3,13 +3,14 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from kvjax.codecs import Store
 from kvjax.core.pytree import pytree_dataclass, static_field
@@ -80,7 +81,7 @@ class LayerCache:
     stack: int | None = static_field(default=None)
     strip_of: Scalar | None = None
 
-    def __setstate__(self, fields: dict[str, Any]) -> None:
+    def __setstate__(self, fields: dict[str, object]) -> None:
         """Restore from a pickle, and move the body to where the policy places it: pickles do not
         record kinds of memory."""
         self.__dict__.update(fields)
@@ -97,7 +98,7 @@ class LayerCache:
         return arrays and all(jax.typeof(x).memory_space == space for x in body)
 
     @property
-    def orders(self) -> tuple[Any, Any]:
+    def orders(self) -> tuple[PyTree, PyTree]:
         """The orders in which the arrays of keys and of values are kept."""
         return self.policy.orders(self.kv_heads, self.head_dim)
 
@@ -118,7 +119,7 @@ class LayerCache:
         """Replace rows ``rows``, int[n], by rows of ``others``; out-of-range rows are ignored.
         Pages are taken from ``others``."""
 
-        def set_in(old: Any, new: Any) -> Any:
+        def set_in(old: PyTree, new: PyTree) -> PyTree:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
 
         if self.policy.page_group is None:
@@ -179,10 +180,10 @@ class LayerCache:
         mesh_sharding = self.policy.placement.mesh_sharding
         assert mesh_sharding is not None
 
-        def each(part: Any, spec: Callable[[tuple[int, ...]], Any]) -> Any:
+        def each(part: PyTree, spec: Callable[[tuple[int, ...]], PartitionSpec]) -> PyTree:
             return jax.tree.map(lambda x: spec(x.shape), part)
 
-        own: Any = (self.keys, self.values, self.tail, self.low)
+        own: PyTree = (self.keys, self.values, self.tail, self.low)
         if self.stack is not None:
             own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), own)
         *body, tail, low = own

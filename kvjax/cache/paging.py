@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from kvjax.cache.layer import LayerCache
 from kvjax.cache.state import KVCache
@@ -150,7 +150,7 @@ def fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
     count = jnp.zeros_like(cache.length) if pending is None else pending.count
     new = 0 if pending is None else pending.new
 
-    def fork(pools: Pools, length: PerRow, count: PerRow, rows: Array) -> Any:
+    def fork(pools: Pools, length: PerRow, count: PerRow, rows: Array) -> PyTree:
         results, ok = [], jnp.ones(rows.shape, bool)
         for group, pool in zip(groups, pools, strict=True):
             columns = [x[rows] for x in _written_columns(group, length, count, new)]
@@ -172,7 +172,7 @@ def trim_pages(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
     """
     groups = cache.page_groups
 
-    def trim(pools: Pools, before: PerRow, marks: list[PerRow], length: PerRow) -> Any:
+    def trim(pools: Pools, before: PerRow, marks: list[PerRow], length: PerRow) -> PyTree:
         ok, changes = jnp.ones(length.shape, bool), []
         for group, pool, mark in zip(groups, pools, marks, strict=True):
             layout = group.layout
@@ -236,7 +236,7 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
             return layer_cache
         placement, orders = layer_cache.policy.placement, layer_cache.orders
 
-        def copy(body: Any, source: Array, target: Array) -> Any:
+        def copy(body: PyTree, source: Array, target: Array) -> PyTree:
             if stack is None:
                 return copy_pages(body, orders, placement, source, target)
             # The pages of all layers, as if they were one pool.
@@ -265,7 +265,7 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
     return tuple(map(one, cache.layers))
 
 
-def _on_each_shard(cache: KVCache, function: Callable[..., Any], *args: Any) -> Any:
+def _on_each_shard(cache: KVCache, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """``function`` of pools and arrays [batch, ...]; on a mesh, of each device's own."""
     mesh_sharding = cache.mesh_sharding
     if mesh_sharding is None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import PyTree
 
 from kvjax.cache.layer import LayerCache, Strip, Tail, unstacked
 from kvjax.codecs import (
@@ -111,7 +112,7 @@ class Section:
     whole: bool = False
     rotary: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
-    orders: tuple[Any, Any] = (AS_IS, AS_IS)
+    orders: tuple[PyTree, PyTree] = (AS_IS, AS_IS)
     pages: Array | None = None
     page: int = 1
     layer: Array | None = None
@@ -284,7 +285,7 @@ def _regions(
     divide: Callable[[Layout, Shard], LayoutSlice],
     together: bool,
     shard: Shard | None,
-) -> Sequence[tuple[Region, Any]]:
+) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
     """The regions of a layout or of its shard, and the layout or slice that answers for each."""
     if together:
         return [(Region(0, layout.slots), layout)]
@@ -294,7 +295,7 @@ def _regions(
 def _region_section(
     stores: tuple[Store, Store],
     codecs: tuple[Codec, Codec],
-    regions: Callable[[Shard | None], Sequence[tuple[Region, Any]]],
+    regions: Callable[[Shard | None], Sequence[tuple[Region, Layout | LayoutSlice]]],
     number: int,
     shard: Shard | None,
     length: PerRow,

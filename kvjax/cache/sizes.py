@@ -3,23 +3,24 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import PyTree
 
 from kvjax.cache.checks import check_cache
 from kvjax.cache.layer import LayerCache, layer_shapes
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import tree_bytes
+from kvjax.core.target import JaxDevice
 from kvjax.core.topology import check_host_memory
 from kvjax.placement.device import Budget, Device, LayerBytes
 from kvjax.placement.mesh import MeshSharding
 from kvjax.policies.cache_policy import CachePolicy
 
 
-def array_shardings(cache: KVCache, device: Any = None) -> Any:
+def array_shardings(cache: KVCache, device: JaxDevice = None) -> PyTree:
     """The sharding of each array of a cache, on its mesh or on ``device``: a pytree like the cache.
 
     Raises:
@@ -54,7 +55,7 @@ def array_shardings(cache: KVCache, device: Any = None) -> Any:
     return replace(shardings, layers=tuple(map(of_layer, cache.layers)))
 
 
-def abstract_arguments(tree: Any, shardings: Any) -> Any:
+def abstract_arguments(tree: PyTree, shardings: PyTree) -> PyTree:
     """Abstract arrays in the kinds of memory of their ``shardings``, to lower a program with these
     as its ``in_shardings``."""
 

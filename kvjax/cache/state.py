@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -229,7 +228,7 @@ class KVCache:
         return f"KVCache({count} layers of {policies}, length={self.length})"
 
 
-def with_rows(cache: KVCache, **changes: Any) -> KVCache:
+def with_rows(cache: KVCache, **changes: object) -> KVCache:
     """Replace fields of a cache. On a mesh, arrays [batch, ...] are put on the devices of their
     rows."""
     changed = replace(cache, **changes)

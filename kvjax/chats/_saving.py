@@ -18,6 +18,7 @@ from kvjax.chats._conversation import ChatCache
 from kvjax.chats.rendering import TokenizedText, Turn
 from kvjax.core.array_folder import expand_user, report_format_errors
 from kvjax.core.pytree import deserialize_static, serialize_static
+from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError
 from kvjax.generation.drafts.draft_model import PromptLookup
 from kvjax.generation.loaded_model import LanguageModel
@@ -30,11 +31,11 @@ State = tuple[list[Turn], TokenizedText, Counter[str]]
 
 
 def to_json(
-    settings: Mapping[str, Any],
+    settings: Mapping[str, object],
     turns: list[Turn],
     tokenized: TokenizedText,
     counts: Counter[str],
-) -> dict[str, Any]:
+) -> Json:
     """All of a chat but its cache. Of settings that are not JSON data, such as a hook, only the
     names are written."""
     saved, others = {}, []
@@ -53,8 +54,8 @@ def to_json(
 
 
 def from_json(
-    folder: str | Path, data: Mapping[str, Any], overrides: Mapping[str, Any]
-) -> tuple[dict[str, Any], State]:
+    folder: str | Path, data: Json, overrides: Mapping[str, object]
+) -> tuple[Json, State]:
     """A chat's settings, with ``overrides``, and its state.
 
     Raises:
@@ -78,7 +79,7 @@ def from_json(
     return {**settings, **overrides}, (turns, tokenized, counts)
 
 
-def _setting_to_json(name: str, value: Any) -> Any:
+def _setting_to_json(name: str, value: Any) -> object:
     if name == "cache":
         return json.loads(serialize_static((tuple(value) if isinstance(value, list) else value,)))
     if name == "logit_bias" and value is not None:
@@ -88,7 +89,7 @@ def _setting_to_json(name: str, value: Any) -> Any:
     return value
 
 
-def _setting_from_json(name: str, value: Any) -> Any:
+def _setting_from_json(name: str, value: Any) -> object:
     if name == "cache":
         (value,) = deserialize_static(json.dumps(value).encode())
         return list(value) if isinstance(value, tuple) else value
@@ -99,15 +100,13 @@ def _setting_from_json(name: str, value: Any) -> Any:
     return value
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> int | float:
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{value!r:.80} can't be written as JSON")
 
 
-def write(
-    folder: str | Path, data: Mapping[str, Any], cached: ChatCache | None, lm: LanguageModel
-) -> None:
+def write(folder: str | Path, data: Json, cached: ChatCache | None, lm: LanguageModel) -> None:
     """Write a chat into a folder that is new, empty, or holds a chat.
 
     Raises:
@@ -134,7 +133,7 @@ def write(
 
 def read(
     folder: str | Path, lm: LanguageModel, max_len: int | None
-) -> tuple[dict[str, Any], ChatCache | None]:
+) -> tuple[Json, ChatCache | None]:
     """The JSON data of a chat, and its cache.
 
     Raises:

@@ -77,7 +77,7 @@ class Chat:
         *,
         system: str | None = None,
         template: str | None = None,
-        template_options: Mapping[str, Any] | None = None,
+        template_options: Mapping[str, object] | None = None,
         cache: PolicyChoice = "static",
         max_len: int | None = None,
         on_full: str = "stop",

@@ -53,7 +53,7 @@ class Rendering:
     by its answer directly, for base models that continue a text.
     """
 
-    def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, Any]) -> None:
+    def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, object]) -> None:
         """If ``template`` is None, use the checkpoint's template if it has one, else plain text.
 
         Raises:

@@ -18,10 +18,10 @@ import warnings
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError
 
 NAME = "kvjax.json"
@@ -42,7 +42,7 @@ class PendingSave:
     """
 
     def __init__(
-        self, path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+        self, path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]
     ) -> None:
         self._path = path
         self._error: Exception | None = None
@@ -51,7 +51,7 @@ class PendingSave:
         self._thread = threading.Thread(target=self._write, args=(arrays, metadata))
         self._thread.start()
 
-    def _write(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+    def _write(self, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> None:
         if self._before is not None:
             self._before._thread.join()
             self._before = None
@@ -90,7 +90,7 @@ getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 
 
 def save_folder(
-    path: str | Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]
+    path: str | Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]
 ) -> PendingSave:
     """Write arrays and JSON metadata into a folder of their own.
 
@@ -125,7 +125,7 @@ def check_writable_folder(path: str | Path) -> Path:
     return path
 
 
-def read_folder(path: str | Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def read_folder(path: str | Path) -> tuple[Json, dict[str, np.ndarray]]:
     """The metadata and the arrays that ``save_folder`` has written.
 
     Raises:
@@ -158,7 +158,7 @@ def report_format_errors(path: str | Path) -> Iterator[None]:
         raise CheckpointError(f"{path}: is not in this version's format: {error}") from error
 
 
-def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _read(path: Path, data: bytes) -> tuple[Json, dict[str, np.ndarray]]:
     import orbax.checkpoint as ocp
 
     try:
@@ -178,13 +178,13 @@ def _read(path: Path, data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray
         _check_file(*file)
     try:
         with _ORBAX, ocp.StandardCheckpointer() as reader:
-            arrays: dict[str, Any] = reader.restore(folder.absolute())
+            arrays = reader.restore(folder.absolute())
         return metadata, {name: np.asarray(x) for name, x in arrays.items()}
     except Exception as error:  # Orbax raises many types of errors
         raise CheckpointError(f"{folder}: can't be read: {error}") from error
 
 
-def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, Any]) -> None:
+def _write(path: Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]) -> None:
     import orbax.checkpoint as ocp
 
     path.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def _is_ours(file: Path) -> bool:
     return bool(_INDEX.fullmatch(file.name) or _ARRAYS.fullmatch(file.name))
 
 
-def _json_checksum(content: Any) -> int:
+def _json_checksum(content: Json) -> int:
     """A checksum of a value's JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 

@@ -1,5 +1,6 @@
 """Small array functions: integer arithmetic on host or device, and products with weights."""
 
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from kvjax.core.compat import jax_0_9_matmul
 from kvjax.core.target import current_target, on_cpu
 
 
-def xp(*numbers: Any) -> Any:
+def xp(*numbers: object) -> ModuleType:
     """``jax.numpy`` if any argument is a JAX array, else NumPy.
 
     Host integers are so computed without compiling anything or waiting for a device. The name is
@@ -34,7 +35,7 @@ def expand_over_rows(slots: Any, cursor: Any) -> Any:
     return slots[None] if np.ndim(cursor) and np.ndim(slots) == 1 else slots
 
 
-def flag_where(rows: Any, bit: int) -> Any:
+def flag_where(rows: Array, bit: int) -> Array:
     """int32: ``bit`` where the mask ``rows`` is True, else 0.
 
     ``jnp.where`` of two Python numbers would be int64 if 64 bits are enabled.

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 
 def _version(package: str) -> tuple[int, ...]:
@@ -31,12 +32,11 @@ JAX = _version("jax")
 """JAX's version: major, minor, patch."""
 
 
-def flax_0_12_list(modules: Iterable[Any]) -> Any:
+def flax_0_12_list(modules: Iterable[object]) -> Any:
     """``nnx.List(modules)``; before Flax 0.12 modules are held in plain lists."""
     from flax import nnx
 
-    make: Any = getattr(nnx, "List", list)
-    return make(modules)
+    return getattr(nnx, "List", list)(modules)
 
 
 def jax_0_10_2_host_memory(platform: str) -> bool:
@@ -55,7 +55,7 @@ def jax_0_10_gpu_description(gpu: str) -> str:
     return "\n".join(line for line in gpu.splitlines() if not re.match(unknown, line))
 
 
-def jax_0_10_varying(aval: Any) -> frozenset[str]:
+def jax_0_10_varying(aval: object) -> frozenset[str]:
     """The axes of a ``jax.shard_map`` along which an array varies, if JAX checks that."""
     if JAX < (0, 10):
         return getattr(aval, "vma", frozenset())
@@ -115,7 +115,7 @@ def jax_0_9_matmul(x: jax.Array, weight: jax.Array) -> jax.Array | None:
     return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
-def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: Any, axes: frozenset[str]) -> Any:
+def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: DTypeLike, axes: frozenset[str]):
     """A ``ShapeDtypeStruct`` that varies along some axes of a ``jax.shard_map``."""
     make: Any = jax.ShapeDtypeStruct
     if not axes:
@@ -194,7 +194,7 @@ def jax_0_8_program_text(program: jax.stages.Compiled) -> str:
     executable: Any = program.runtime_executable()
     record = executable.serialize()
     module = _field(_field(_field(record, 1), 1), 1)  # a HloModuleProto, nested in two messages
-    hlo: Any = importlib.import_module("jaxlib._jax").HloModule
+    hlo = importlib.import_module("jaxlib._jax").HloModule
     return str(hlo.from_serialized_hlo_module_proto(module).to_string())
 
 

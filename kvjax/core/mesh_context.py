@@ -85,7 +85,7 @@ def _find_explicit_mesh(tree: PyTree) -> Mesh | None:
     return None
 
 
-def _mesh_of(x: Any) -> Mesh | None:
+def _mesh_of(x: object) -> Mesh | None:
     """The mesh that an array is on; None for traced arrays."""
     if not isinstance(x, jax.Array) or is_traced(x) or not isinstance(x.sharding, NamedSharding):
         return None

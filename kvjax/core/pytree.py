@@ -11,7 +11,7 @@ from jax import export
 from jaxtyping import PyTree
 
 _T = TypeVar("_T")
-_Tuple = TypeVar("_Tuple", bound=tuple[Any, ...])
+_Tuple = TypeVar("_Tuple", bound=tuple[object, ...])
 _registered: list[type] = []
 
 
@@ -80,7 +80,7 @@ def deserialize_static(data: bytes) -> tuple[Any, ...]:
     return tuple(_from_json(value) for value in json.loads(bytes(data).decode()))
 
 
-def _to_json(value: object) -> Any:
+def _to_json(value: object) -> object:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, tuple | list):
@@ -108,7 +108,7 @@ def _from_json(value: Any) -> Any:
         return tuple(_from_json(item) for item in value["tuple"])
     if "dtype" in value:
         return np.dtype(value["dtype"])
-    cls: Any = getattr(sys.modules.get(value["module"]), value["class"], None)
+    cls = getattr(sys.modules.get(value["module"]), value["class"], None)
     fields = {name: _from_json(field) for name, field in value["fields"].items()}
     if not dataclasses.is_dataclass(cls) or not fields.keys() <= {
         field.name for field in dataclasses.fields(cls)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from types import ModuleType
 
 import jax
 from jaxtyping import PyTree
@@ -75,7 +75,7 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def pyplot() -> Any:
+def pyplot() -> ModuleType:
     """Matplotlib's ``pyplot`` with a backend that draws into files.
 
     Raises:

@@ -5,10 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
+JaxDevice: TypeAlias = Any
+"""A ``jax.Device``, which has no static type."""
 AMPERE = 8, 0
 """The first compute capability with bfloat16 and with support in XLA's Triton compiler."""
 
@@ -47,7 +49,7 @@ class Target:
         return (99 if self.capability is None else _SHARED.get(self.capability, 99)) * 1024
 
 
-def target_of(device: Any) -> Target:
+def target_of(device: JaxDevice) -> Target:
     """The target for a device."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform != "gpu" or match is None:
@@ -55,7 +57,7 @@ def target_of(device: Any) -> Target:
     return Target("gpu", (int(match[1]), int(match[2])))
 
 
-def default_device() -> Any:
+def default_device() -> JaxDevice:
     """JAX's default device; if the config names a platform, the first device of that platform."""
     chosen = jax.config.values["jax_default_device"]
     if isinstance(chosen, jax.Device):
@@ -188,7 +190,7 @@ def device_spec(name: str) -> DeviceSpec:
     return DEVICE_SPECS[name]
 
 
-def spec_of(device: Any) -> DeviceSpec | None:
+def spec_of(device: JaxDevice) -> DeviceSpec | None:
     """The data sheet of a device; None if its type is not in ``DEVICE_SPECS``."""
     kind = device.device_kind
     if kind in _TPU_KINDS:

@@ -12,16 +12,18 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.core.compat import jax_0_8_libtpu, jax_0_10_gpu_description
-from kvjax.core.target import DEVICE_SPECS, DeviceSpec, device_spec, spec_of
+from kvjax.core.target import DEVICE_SPECS, DeviceSpec, JaxDevice, device_spec, spec_of
 from kvjax.core.validation import MissingCompilerError
 
+DeviceChoice = JaxDevice | Mesh | str | None
+"""A device or a topology, a mesh, or the name of a device type."""
 _PACKAGES = {
     "tpu": ("libtpu", ("libtpu",), 'pip install "kvjax[aot]"'),
     "gpu": (
@@ -44,7 +46,7 @@ _ENVIRONMENT = {
 }
 
 
-def target_device(name: str) -> Any:
+def target_device(name: str) -> JaxDevice:
     """A target device by the name of its type, such as ``"v5e"`` or ``"h200"``.
 
     Raises:
@@ -54,7 +56,7 @@ def target_device(name: str) -> Any:
     return target_devices(name, 1)[0]
 
 
-def target_devices(name: str, count: int) -> list[Any]:
+def target_devices(name: str, count: int) -> list[JaxDevice]:
     """``count`` connected target devices of one type.
 
     Raises:
@@ -65,7 +67,7 @@ def target_devices(name: str, count: int) -> list[Any]:
     return _topology(name, count)
 
 
-def resolve_device(device: Any) -> Any:
+def resolve_device(device: DeviceChoice) -> JaxDevice:
     """The device that an argument names.
 
     ``device``: a ``jax.Device``, a topology (its first device), the name of a device type (a target
@@ -92,7 +94,7 @@ def resolve_device(device: Any) -> Any:
     )
 
 
-def resolve_device_or_mesh(device: Any) -> tuple[Any, Mesh | None]:
+def resolve_device_or_mesh(device: DeviceChoice) -> tuple[JaxDevice, Mesh | None]:
     """``resolve_device(device)`` and None; for a mesh its first device and the mesh."""
     if isinstance(device, Mesh):
         return device.devices.flat[0], device
@@ -107,7 +109,7 @@ class TargetDescription(NamedTuple):
     axes: tuple[str, ...] = ()
     types: tuple[AxisType, ...] = ()
 
-    def make(self) -> Any | Mesh:
+    def make(self) -> JaxDevice | Mesh:
         """The device, or the mesh."""
         if self.shape is None:
             return target_device(self.name)
@@ -115,7 +117,7 @@ class TargetDescription(NamedTuple):
         return Mesh(devices, self.axes, axis_types=self.types)
 
 
-def describe_target(device: Any, mesh: Mesh | None) -> TargetDescription:
+def describe_target(device: JaxDevice, mesh: Mesh | None) -> TargetDescription:
     """The description of a target device, or of a mesh of them."""
     name = next(name for name, spec in DEVICE_SPECS.items() if spec == spec_of(device))
     if mesh is None:
@@ -124,7 +126,7 @@ def describe_target(device: Any, mesh: Mesh | None) -> TargetDescription:
 
 
 @contextmanager
-def compiling_for(device: Any) -> Iterator[None]:
+def compiling_for(device: JaxDevice) -> Iterator[None]:
     """Make ``device`` the default device, and hide warnings of JAX's compilation cache.
 
     The cache can't load programs for target devices.
@@ -134,7 +136,7 @@ def compiling_for(device: Any) -> Iterator[None]:
         yield
 
 
-def check_host_memory(device: Any) -> None:
+def check_host_memory(device: JaxDevice) -> None:
     """Raise ``ValueError`` if programs for a device can't keep arrays in host memory."""
     try:
         kinds = {memory.kind for memory in device.addressable_memories()}
@@ -160,16 +162,16 @@ def check_compiler(platform: str) -> None:
         )
 
 
-_target_devices: set[Any] = set()
+_target_devices: set[JaxDevice] = set()
 
 
-def is_target_device(device: Any) -> bool:
+def is_target_device(device: JaxDevice) -> bool:
     """Whether a device was created here from a topology, so that it can't hold arrays."""
     return device in _target_devices
 
 
 @functools.lru_cache(maxsize=32)
-def _topology(name: str, count: int) -> list[Any]:
+def _topology(name: str, count: int) -> list[JaxDevice]:
     from jax.experimental import topologies
 
     spec = DEVICE_SPECS[name]

@@ -1,22 +1,24 @@
 """Moving arrays between the host and devices, and committing them to devices."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
-from kvjax.core.target import default_device
+from kvjax.core.target import JaxDevice, default_device
 from kvjax.core.topology import is_target_device
 from kvjax.core.validation import is_traced
 
 _T = TypeVar("_T")
 
 
-def default_memory_kind(device: Any) -> str | None:
+def default_memory_kind(device: JaxDevice) -> str | None:
     """JAX's name of the memory that a device computes in; None for target devices that have no
     names of memories."""
     try:
@@ -34,7 +36,7 @@ def to_device_memory(tree: _T) -> _T:
     return jax.tree.map(_to_device_memory, tree)
 
 
-def _to_device_memory(x: Any) -> Any:
+def _to_device_memory(x: Any) -> jax.Array:
     if is_traced(x):
         on_host = jax.typeof(x).memory_space == jax.memory.Space.Host
         return jax.device_put(x, jax.memory.Space.Device) if on_host else x
@@ -64,7 +66,7 @@ def put_like_rows(tree: _T, rows: jax.Array) -> _T:
         kind = sharding.memory_kind
         replicated = NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=kind)
 
-        def put(x: Any) -> Any:
+        def put(x: ArrayLike) -> jax.Array:
             per_row = np.shape(x)[:1] == rows.shape
             return jax.device_put(x, sharding if per_row else replicated)
 
@@ -97,7 +99,7 @@ def commit_like(tree: _T, others: PyTree) -> _T:
     return commit(tree)
 
 
-def _replicate(mesh: Any, x: Any) -> Any:
+def _replicate(mesh: Mesh | AbstractMesh, x: _T) -> _T:
     """Replicate an uncommitted array over a mesh."""
     if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
         return x
@@ -109,7 +111,7 @@ def commit(tree: _T) -> _T:
     return jax.tree.map(_commit, tree)
 
 
-def _commit(x: Any) -> Any:
+def _commit(x: _T) -> _T:
     if not isinstance(x, jax.Array) or is_traced(x) or x.committed:
         return x
     return jax.device_put(x, x.sharding)
@@ -140,7 +142,7 @@ def check_not_target_mesh(mesh: Mesh | AbstractMesh | None) -> None:
         )
 
 
-def put_on_mesh(x: Any, sharding: NamedSharding) -> Any:
+def put_on_mesh(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
     """Put an array on a mesh, also inside ``jit``.
 
     If other processes hold some of the devices, each process passes the whole array and sends its
@@ -157,5 +159,5 @@ def put_on_mesh(x: Any, sharding: NamedSharding) -> Any:
 
 
 @functools.lru_cache(maxsize=64)
-def _gather(replicated: NamedSharding) -> Any:
+def _gather(replicated: NamedSharding) -> Callable[[PyTree], PyTree]:
     return jax.jit(lambda tree: tree, out_shardings=replicated)

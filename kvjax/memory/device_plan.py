@@ -24,8 +24,9 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import abstract_arguments, array_shardings, nbytes, shards_of
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import jax_0_8_compiler_options, jax_0_8_program_text
-from kvjax.core.target import mosaic_capability, spec_of, target_of
+from kvjax.core.target import JaxDevice, mosaic_capability, spec_of, target_of
 from kvjax.core.topology import (
+    DeviceChoice,
     TargetDescription,
     compiling_for,
     describe_target,
@@ -103,7 +104,7 @@ def plan_on(
     model: Plannable,
     policy: PolicyChoice | None = None,
     *,
-    device: Any,
+    device: DeviceChoice,
     batch: int = 1,
     max_len: int,
     prefill_chunk: int = PREFILL_CHUNK,
@@ -129,29 +130,29 @@ def plan_on(
       MissingCompilerError: if the device's compiler is not installed.
     """
     model = as_plannable(model)
-    device, mesh = resolve_device_or_mesh(device)
-    if _needs_subprocess(device):
-        settings: Any = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
-        target = describe_target(device, mesh)
+    chip, mesh = resolve_device_or_mesh(device)
+    if _needs_subprocess(chip):
+        settings = {"batch": batch, "max_len": max_len, "prefill_chunk": prefill_chunk}
+        target = describe_target(chip, mesh)
         return call_in_subprocess(_plan_on_target, model, policy, target, **settings)
     devices = 1 if mesh is None else mesh.size
     chunk = min(
         as_int("prefill_chunk", prefill_chunk, 1),
         as_int("max_len", max_len, 1, INT32_MAX),
     )
-    with compiling_for(device):
+    with compiling_for(chip):
         cache = abstract_cache(model.config, policy, batch=batch, max_len=max_len, mesh=mesh)
         groups = _group_layers(cache, getattr(model, "in_one_piece", False))
         compiled = functools.partial(compiled_call, model, cache, max_len, mesh)
         first = [members[0] for members in groups]
-        step, prompt = compiled(first, device, 1), compiled(first, device, chunk)
+        step, prompt = compiled(first, chip, 1), compiled(first, chip, chunk)
         moved, *exchanged = base = _step_traffic(step, devices)
         memory: list[Any] = [program.memory_analysis() for program in (step, prompt)]
         code = sum(m.generated_code_size_in_bytes for m in memory)
         for group in groups:
             if len(group) > 1:
                 # The cost of one more layer of the group is the difference of two programs.
-                longer = compiled([*first, group[1]], device, 1)
+                longer = compiled([*first, group[1]], chip, 1)
                 others = len(group) - 1
                 added = [
                     others * (x - y)
@@ -161,7 +162,7 @@ def plan_on(
                 analysis: Any = longer.memory_analysis()
                 size = analysis.generated_code_size_in_bytes
                 code += 2 * others * max(size - memory[0].generated_code_size_in_bytes, 0)
-    spec, mesh_sharding, params = spec_of(device), cache.mesh_sharding, model.abstract_params()
+    spec, mesh_sharding, params = spec_of(chip), cache.mesh_sharding, model.abstract_params()
     rows = batch
     if mesh is not None and mesh_sharding is not None:
         params, rows = (
@@ -172,7 +173,7 @@ def plan_on(
     shards = zip(cache.layers, shards_of(cache, mesh_sharding), strict=True)
     row_bytes = sum(visible_tokens(layer, length, shard)[1] for layer, shard in shards)
     return DevicePlan(
-        device.device_kind or device.platform,
+        chip.device_kind or chip.platform,
         None if spec is None else spec.memory,
         None if spec is None else spec.bandwidth,
         weight_bytes(model, mesh),
@@ -187,7 +188,7 @@ def plan_on(
     )
 
 
-def _needs_subprocess(device: Any) -> bool:
+def _needs_subprocess(device: JaxDevice) -> bool:
     """Whether a target device needs kernels of another capability than this process compiles."""
     target = target_of(device)
     if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):
@@ -196,7 +197,7 @@ def _needs_subprocess(device: Any) -> bool:
 
 
 def _plan_on_target(
-    model: Plannable, policy: PolicyChoice | None, target: TargetDescription, **settings: Any
+    model: Plannable, policy: PolicyChoice | None, target: TargetDescription, **settings: int
 ) -> DevicePlan:
     return plan_on(model, policy, device=target.make(), **settings)
 
@@ -225,7 +226,7 @@ def _group_layers(cache: KVCache, in_one_piece: bool) -> list[list[int]]:
     """
     if cache.sources is not None or in_one_piece:
         return [[number] for number in range(len(cache.sources or cache.layers))]
-    groups: dict[Any, list[int]] = {}
+    groups: dict[tuple[object, ...], list[int]] = {}
     for number, layer in enumerate(cache.layers):
         key = layer.policy, layer.kv_heads, layer.head_dim, layer.window
         groups.setdefault(key, []).append(number)
@@ -233,19 +234,19 @@ def _group_layers(cache: KVCache, in_one_piece: bool) -> list[list[int]]:
 
 
 def compiled_call(
-    model: Any,
+    model: Plannable,
     cache: KVCache,
     max_len: int,
     mesh: Mesh | None,
     layers: list[int],
-    device: Any,
+    device: JaxDevice,
     new: int,
 ) -> jax.stages.Compiled:
     """Compile a call with ``new`` tokens of a model that has only some of the layers."""
     part = _with_layers(model, layers)
     sources = cache.sources or range(len(cache.layers))
     policies = [cache.layers[sources[number]].policy for number in layers]
-    call: Callable[..., Any] = part.apply or part.forward
+    call: Callable[..., PyTree] = part.apply or part.forward
 
     def make() -> KVCache:
         return init_cache(part.config, policies, batch=cache.batch, max_len=max_len, mesh=mesh)
@@ -275,7 +276,7 @@ def _with_layers(model: Any, layers: list[int]) -> Any:
     config = model.config
     if len(layers) == config.num_hidden_layers:
         return model
-    changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    changes: dict[str, object] = {"num_hidden_layers": len(layers)}
     if getattr(config, "windows", None) is not None:
         changes["windows"] = tuple(config.windows[number] for number in layers)
     part = replace(config, **changes)
@@ -327,7 +328,7 @@ def _main() -> None:
     try:
         function, args, kwargs = pickle.load(sys.stdin.buffer)
     except (AttributeError, ImportError) as error:
-        result: Any = "not read", error
+        result: tuple[object, object] = "not read", error
     else:
         try:
             result = function(*args, **kwargs), None

@@ -5,12 +5,12 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.core.target import default_device
+from kvjax.core.typing import Json
 from kvjax.core.validation import INT32_MAX, as_int, as_python, normalize_int_field, short_repr
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.planning import PREFILL_CHUNK, estimated_temporaries
@@ -199,7 +199,7 @@ class CacheFit:
         return self.cache <= self.allowed
 
 
-DEFAULT_CHOICES: dict[str, dict[str, Any]] = {
+DEFAULT_CHOICES: dict[str, Json] = {
     "static": {},
     "8 bits": {"bits": 8},
     "4 bits": {"bits": 4},

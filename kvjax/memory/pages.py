@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import pyplot, readable_bytes
 from kvjax.core.transfer import fetch
 from kvjax.core.validation import check_not_traced
-from kvjax.paging.allocator import PageGroup
+from kvjax.paging.allocator import PageAllocator, PageGroup
 
 FREE, HELD, SHARED = -1, -2, -3
 """Owners other than a row: none, a caller of ``retain``, and several rows."""
@@ -145,7 +144,9 @@ def page_map(cache: KVCache) -> PageMap:
     )
 
 
-def _pool_map(cache: KVCache, page_group: PageGroup, pool: Any, length: np.ndarray) -> PoolMap:
+def _pool_map(
+    cache: KVCache, page_group: PageGroup, pool: PageAllocator, length: np.ndarray
+) -> PoolMap:
     layers = [layer for layer in cache.layers if layer.policy.page_group == page_group]
     entries = range(len(cache.layers)) if cache.stacks is None else [n for n, _ in cache.stacks]
     numbers = tuple(

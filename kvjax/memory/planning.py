@@ -204,7 +204,7 @@ def estimated_temporaries(
 
 @functools.lru_cache(maxsize=64)
 def _compiled_temporaries(
-    model: Any, structure: Any, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
+    model: Any, structure: object, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
 ) -> int | None:
     """Bytes of temporaries of a compiled call with ``new`` tokens; None if JAX doesn't report them.
 

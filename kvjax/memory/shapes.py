@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class ModelShape:
     apply = None  # a shape has no weights
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> "ModelShape":
+    def from_config(cls, config: Mapping[str, object]) -> "ModelShape":
         """Read a ``config.json`` of Transformers, of any family with the usual names.
 
         If it has a ``text_config``, that part is used.
@@ -195,7 +195,7 @@ class ModelShape:
         return contract_last(x, head), advance(cache, tokens.shape[1])
 
 
-def _window_settings(config: Mapping[str, Any], family: str, layers: int) -> SimpleNamespace:
+def _window_settings(config: Mapping[str, object], family: str, layers: int) -> SimpleNamespace:
     """The settings of a ``config.json`` that determine windows, with the family's defaults.
 
     In Gemma 2 every second layer has a window.

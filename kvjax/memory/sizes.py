@@ -93,7 +93,7 @@ def bytes_per_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str
     return totals
 
 
-def memory_report(cache: KVCache) -> list[dict[str, Any]]:
+def memory_report(cache: KVCache) -> list[dict[str, int | str]]:
     """One dict per layer: layout, codecs, placement, JAX's memory kind, bytes of body and tail, and
     capacity in tokens.
 
@@ -184,18 +184,18 @@ class Plannable(Protocol):
     @property
     def config(self) -> Any: ...
     @property
-    def apply(self) -> Callable[..., Any] | None: ...
+    def apply(self) -> Callable[..., PyTree] | None: ...
     def abstract_params(self) -> PyTree: ...
     def param_shardings(self, mesh: Mesh | AbstractMesh, /) -> PyTree: ...
 
 
-def as_plannable(model: Any) -> Plannable:
+def as_plannable(model: object) -> Plannable:
     """The architecture of a loaded model; an architecture or a ``ModelShape`` is returned as it is.
 
     Raises:
       ValueError: if ``model`` is none of these, or has an encoder.
     """
-    architecture: Any = getattr(model, "architecture", model)
+    architecture = getattr(model, "architecture", model)
     for part in ("config", "apply", "abstract_params"):
         if not hasattr(architecture, part):
             raise ValueError(

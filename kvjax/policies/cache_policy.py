@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from jaxtyping import PyTree
+
 from kvjax.codecs import MULTIPLE, Codec, Raw
+from kvjax.core.typing import Array
 from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, as_paged
 from kvjax.paging.allocator import PageGroup
@@ -71,7 +74,7 @@ class CachePolicy:
         """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
-    def orders(self, kv_heads: int, head_dim: int) -> tuple[Any, Any]:
+    def orders(self, kv_heads: int, head_dim: int) -> tuple[PyTree, PyTree]:
         """The orders in which arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, mesh_sharding = placement.needs_tail, placement.mesh_sharding
@@ -130,7 +133,7 @@ class CachePolicy:
             return own
         return self.block if own is None else min(self.block, own)
 
-    def rewindable(self, length: Any, written: Any) -> Any:
+    def rewindable(self, length: Array, written: Array) -> Array:
         """int32[batch]: how many of its newest tokens each row can forget; see
         ``Layout.rewindable``."""
         return (self.split if self.has_tail else self.layout).rewindable(length, written)

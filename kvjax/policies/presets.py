@@ -287,7 +287,7 @@ def transformers_policy(
     return CachePolicy(Dense(), keys, values, block=block, recent=residual // block - 1)
 
 
-def parse_policy(text: str, **more: Any) -> PolicyChoice:
+def parse_policy(text: str, **more: object) -> PolicyChoice:
     """Parse a policy as the command line has it: ``bits=4``, ``sliding_window,window=128,bits=8``.
 
     Args:

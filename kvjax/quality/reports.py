@@ -96,7 +96,7 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
     plt.close(figure)
 
 
-def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
+def _move_apart(axes: Any, labels: list[Any], points: list[tuple[float, float]]) -> None:
     """Move each label close to its point, without covering others or leaving the axes."""
     from matplotlib.transforms import Bbox
 
@@ -104,7 +104,7 @@ def _move_apart(axes: Any, labels: list[Any], points: list[Any]) -> None:
     figure.canvas.draw()  # computes the layout in pixels
     radius = figure.dpi * 7 / 72 / 2  # of a marker
     places = [axes.transData.transform(at) for at in points]
-    taken: list[Any] = [Bbox.from_extents(*(at - radius), *(at + radius)) for at in places]
+    taken = [Bbox.from_extents(*(at - radius), *(at + radius)) for at in places]
     frame = axes.get_window_extent()
     for label in labels:
         for up, (right, side) in itertools.product(

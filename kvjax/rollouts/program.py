@@ -18,7 +18,7 @@ from kvjax.cache.state import KVCache
 from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_like
-from kvjax.core.typing import Array, PerRow, Tokens
+from kvjax.core.typing import Array, Counts, PerRow, Tokens
 from kvjax.core.validation import UNLIMITED, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
@@ -141,7 +141,7 @@ def rollout(
     )
 
 
-def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Any, Any]:
+def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Tokens, Counts]:
     """Prompts as tokens, int32[batch, prompt], and lengths, int32[batch].
 
     Raises:
@@ -191,7 +191,7 @@ def sampling_of(
         seeds=range(rows), eos_token_ids=eos, min_new_tokens=min_new, logit_bias=bias, **keywords
     )
     filters = replace(filters, mesh=lm.mesh is not None)
-    high: Any = seed
+    high = seed
     if not is_traced(seed) and not isinstance(seed, jax.Array):
         if as_int("seed", seed, 0) >= 2**32:
             raise ValueError(f"seed is {seed}, but must be below 2**32")

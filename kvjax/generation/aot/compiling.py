@@ -9,6 +9,7 @@ import numpy as np
 
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
+from kvjax.core.topology import DeviceChoice
 from kvjax.core.validation import as_int
 from kvjax.generation import programs
 from kvjax.generation.aot.for_device import chunk_widths, compile_for_device, request_capacities
@@ -57,7 +58,7 @@ def compile(
     *,
     max_len: int,
     batch: int = 1,
-    device: object = None,
+    device: DeviceChoice = None,
     **settings: Unpack[CompileKeywords],
 ) -> Compiled:
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run. In this

@@ -19,7 +19,8 @@ from kvjax.cache.creation import allocate
 from kvjax.cache.sizes import abstract_arguments, array_shardings
 from kvjax.cache.state import KVCache
 from kvjax.core.compat import jax_0_8_compiler_options
-from kvjax.core.topology import compiling_for, resolve_device_or_mesh
+from kvjax.core.target import JaxDevice
+from kvjax.core.topology import DeviceChoice, compiling_for, resolve_device_or_mesh
 from kvjax.generation import programs
 from kvjax.generation.aot.step_programs import (
     Compilers,
@@ -136,7 +137,7 @@ def compile_for_device(
     policy: PolicyChoice,
     batch: int,
     options: GenerationOptions,
-    device: object,
+    device: DeviceChoice,
 ) -> dict[str, Compiled]:
     """The programs that ``generate`` would run on a target device, by name.
 
@@ -150,7 +151,7 @@ def compile_for_device(
       ValueError: as ``compile``.
       MissingCompilerError: if the device's compiler is not installed.
     """
-    device, mesh = resolve_device_or_mesh(device)
+    chip, mesh = resolve_device_or_mesh(device)
     if budget_of(policy) is not None:
         raise ValueError(
             "policy('auto') moves layers at run time, so it can't be compiled for a device: use a "
@@ -159,20 +160,20 @@ def compile_for_device(
     model: Any = AbstractModel.of(lm, mesh)
     request = prepare_request(model, [[0]] * batch, options)
     compiled: dict[str, Compiled] = {}
-    with compiling_for(device):
+    with compiling_for(chip):
         capacities = request_capacities(
             request, abstract_request_cache(model, policy, request, None)
         )
         for fewest, most in capacities:
             of = f" of {most}" if len(capacities) > 1 else ""
             cache = abstract_request_cache(model, policy, request, most)
-            programs_of = _Programs(model, request, cache, device)
+            programs_of = _Programs(model, request, cache, chip)
             if request.search is not None:
                 # One row per beam, and page pools of the size that beams need.
                 beam_cache = abstract_request_cache(
                     model, request.policy or policy, request, most, request.samples
                 )
-                beam_programs = _Programs(model, request, beam_cache, device).search()
+                beam_programs = _Programs(model, request, beam_cache, chip).search()
                 for name, compile_program in beam_programs.items():
                     name += "" if name == "first tokens" else of
                     if name not in compiled:
@@ -193,7 +194,7 @@ class _Programs:
     """Compiles the programs for one capacity of the cache."""
 
     def __init__(
-        self, model: AbstractModel, request: GenerationRequest, cache: KVCache, device: Any
+        self, model: AbstractModel, request: GenerationRequest, cache: KVCache, device: JaxDevice
     ) -> None:
         self._model, self._request = model, request
         self._rows = cache.batch
