@@ -64,7 +64,15 @@ FAMILIES: dict[type, type[Frame]] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without its parameters: hashable, a static argument of ``jit``."""
+    """A model without its parameters: hashable, a static argument of ``jit``.
+
+    Example:
+      ```python
+      step = jax.jit(lm.architecture.apply, donate_argnames="cache")
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      logits, cache = step(lm.params, jnp.array([[5, 7, 11]]), cache)
+      ```
+    """
 
     config: Config
 
@@ -278,7 +286,10 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
         values, or it has an encoder; if it is not a model of ``kvjax.models``.
 
     Example:
-      ``kvjax.generate(lm, prompts, draft=kvjax.DraftModel(first_layers(lm, 4)))``
+      ```python
+      draft = kvjax.DraftModel(models.first_layers(lm, 2))
+      result = kvjax.generate(lm, "The json module", draft=draft, max_new_tokens=8)
+      ```
     """
     architecture = lm.architecture
     if not isinstance(architecture, Architecture):

@@ -42,6 +42,12 @@ class RopeConfig:
 
     ``parameters`` is sorted by name. It contains the context length before scaling
     (``original_max_position_embeddings``) for every kind that depends on it.
+
+    Example:
+      ```python
+      rope = models.RopeConfig("linear", theta=10000.0, parameters=(("factor", 2.0),))
+      print(rope.rotary_dim(64), rope.context(2048))
+      ```
     """
 
     rope_type: str = "default"
@@ -179,12 +185,28 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """A model of the Llama family."""
+    """A model of the Llama family.
+
+    Example:
+      ```python
+      import dataclasses
+
+      config = dataclasses.replace(lm.config, num_hidden_layers=2)
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
 
 @dataclass(frozen=True)
 class GemmaConfig(DecoderConfig):
-    """A model of the Gemma family."""
+    """A model of the Gemma family.
+
+    Example:
+      ```python
+      config = models.GemmaConfig(**vars(lm.config) | {"model_type": "gemma", "norm_offset": 1.0})
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
     _: KW_ONLY
     norm_offset: float = 1.0
@@ -194,7 +216,18 @@ class GemmaConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """A GPT-2 model. Fields have the Llama family's names where they mean the same."""
+    """A GPT-2 model. Fields have the Llama family's names where they mean the same.
+
+    Example:
+      ```python
+      config = models.GPT2Config(
+          "gpt2", 97, 32, 64, 2, 4, 4, 8, max_position_embeddings=64, layer_norm_epsilon=1e-5,
+          activation="gelu_new", tie_word_embeddings=True, scale_attn_weights=True,
+          scale_attn_by_inverse_layer_idx=False,
+      )
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
     model_type: str
     vocab_size: int
@@ -232,7 +265,15 @@ class GPT2Config:
 
 @dataclass(frozen=True)
 class Cohere2Config(DecoderConfig):
-    """A Cohere 2 model. ``logit_scale``: the factor of the logits."""
+    """A Cohere 2 model. ``logit_scale``: the factor of the logits.
+
+    Example:
+      ```python
+      own = {"model_type": "cohere2", "logit_scale": 0.0625}
+      config = models.Cohere2Config(**vars(lm.config) | own)
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
     _: KW_ONLY
     logit_scale: float
@@ -240,7 +281,14 @@ class Cohere2Config(DecoderConfig):
 
 @dataclass(frozen=True)
 class Phi3Config(DecoderConfig):
-    """A model of the Phi-3 family, with fused projections."""
+    """A model of the Phi-3 family, with fused projections.
+
+    Example:
+      ```python
+      config = models.Phi3Config(**vars(lm.config) | {"model_type": "phi3"})
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
 
 @dataclass(frozen=True)
@@ -250,6 +298,13 @@ class MoeConfig(DecoderConfig):
     Attributes:
       norm_topk_prob: whether the weights of a token's experts are normalized to sum to 1.
       dense_layers: layers with an ordinary feed-forward part.
+
+    Example:
+      ```python
+      experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+      config = models.MoeConfig(**vars(lm.config), **experts, norm_topk_prob=True)
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     _: KW_ONLY
@@ -264,7 +319,15 @@ class MoeConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class MixtralConfig(MoeConfig):
-    """A Mixtral model, whose files name tensors differently."""
+    """A Mixtral model, whose files name tensors differently.
+
+    Example:
+      ```python
+      experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+      config = models.MixtralConfig(**vars(lm.config), **experts, norm_topk_prob=True)
+      params = models.Architecture(config).abstract_params()
+      ```
+    """
 
     names: ClassVar = replace(
         MoeConfig.names,
@@ -292,6 +355,14 @@ class Llama4Config(MoeConfig):
       attn_temperature: in layers without rotary positions, queries are scaled by
         ``1 + factor * log(1 + floor((position + 1) / step))``. This is (factor, step), or None.
       intermediate_size: the feed-forward width of ``dense_layers``.
+
+    Example:
+      ```python
+      experts = dict(num_experts=4, num_experts_per_tok=1, moe_intermediate_size=32)
+      own = dict(rope_layers=(True,) * 4, use_qk_norm=True, attn_temperature=None)
+      config = models.Llama4Config(**vars(lm.config) | experts | own, norm_topk_prob=False)
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     _: KW_ONLY
@@ -311,6 +382,12 @@ class NeoXConfig(DecoderConfig):
     """A GPT-NeoX model. Its norms are LayerNorms with the epsilon ``rms_norm_eps``.
 
     ``parallel_residual``: whether attention and feed-forward both read the layer's input.
+
+    Example:
+      ```python
+      config = models.NeoXConfig(**vars(lm.config) | {"model_type": "gpt_neox"})
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     _: KW_ONLY
@@ -336,6 +413,17 @@ class T5Config:
         before the head.
       relative_attention_num_buckets, relative_attention_max_distance: of the relative position
         biases.
+
+    Example:
+      ```python
+      config = models.T5Config(
+          "t5", 97, 32, 64, num_hidden_layers=2, num_encoder_layers=2, num_attention_heads=4,
+          num_key_value_heads=4, head_dim=8, layer_norm_epsilon=1e-6, activation="relu",
+          is_gated_act=False, tie_word_embeddings=True, scale_decoder_outputs=True,
+          relative_attention_num_buckets=32, relative_attention_max_distance=128,
+      )
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     model_type: str

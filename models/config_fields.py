@@ -242,6 +242,12 @@ def supported() -> dict[str, dict[str, str]]:
     Returns:
       For each ``model_type``, the fields of ``config.json`` that kvjax may reject, each with what
       it expects and why. Every other field is either supported or has no effect.
+
+    Example:
+      ```python
+      for model_type, rejected in models.supported().items():
+          print(model_type, rejected)
+      ```
     """
     return {name: {**EVERYWHERE, **own.rejects} for name, own in sorted(FAMILIES.items())}
 

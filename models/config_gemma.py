@@ -52,6 +52,17 @@ class Gemma3nConfig(SharingConfig):
       altup_active_idx: the hidden state that layers compute on.
       altup_correct_scale: whether the corrected active state is scaled.
       laurel_rank: the rank of the low-rank branch next to attention (LAuReL).
+
+    Example:
+      ```python
+      own = dict(
+          intermediate_sizes=(64,) * 4, num_kv_shared_layers=0, hidden_size_per_layer_input=8,
+          vocab_size_per_layer_input=4096, activation_sparsity_pattern=(0.0,) * 4,
+          altup_num_inputs=2, altup_active_idx=0, altup_correct_scale=True, laurel_rank=4,
+      )
+      config = models.Gemma3nConfig(**vars(lm.config), **own)
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     _: KW_ONLY
@@ -71,6 +82,17 @@ class Gemma4Config(SharingConfig):
       num_global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
       attention_k_eq_v: whether the latter have no value projection and use the keys as values.
       num_experts: 0 if the model has no experts.
+
+    Example:
+      ```python
+      own = dict(
+          intermediate_sizes=(64,) * 4, num_kv_shared_layers=0, hidden_size_per_layer_input=0,
+          vocab_size_per_layer_input=4096, num_global_key_value_heads=1, global_head_dim=64,
+          attention_k_eq_v=False,
+      )
+      config = models.Gemma4Config(**vars(lm.config), **own)
+      params = models.Architecture(config).abstract_params()
+      ```
     """
 
     _: KW_ONLY

@@ -87,6 +87,12 @@ def read_config(folder: Path) -> Config:
       CheckpointError: if the file can't be read, the model family is not supported, or a field has
         an unsupported value that would change the model's output. The message names the file, the
         field, its value, and what was expected.
+
+    Example:
+      ```python
+      config = models.read_config(Path(lm.source))
+      print(config.num_hidden_layers, config.head_dim)
+      ```
     """
     file = folder if (folder := Path(folder)).is_file() else folder / "config.json"
     config = text_fields(Fields(file, read_json(file)))

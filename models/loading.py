@@ -70,6 +70,12 @@ def load(
       CheckpointError: if the checkpoint can't be found or read. The message names the file and the
         field or tensor, with the expected value, or says what to do.
       ValueError: if ``dtype`` is not one of the three, or ``revision`` is given for a folder.
+
+    Example:
+      ```python
+      lm = models.load()  # the embedded model; or a folder, or "owner/name" on the hub
+      print(lm)
+      ```
     """
     device = Device()
     if dtype is not None:

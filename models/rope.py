@@ -44,6 +44,12 @@ def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) 
 
     Raises:
       ValueError: if ``max_len`` is not positive.
+
+    Example:
+      ```python
+      table = models.model_rotary(lm.config, 64)
+      rotated = kvjax.apply_rotary(jnp.ones((1, 2, 3, 64)), jnp.array([[0, 1, 2]]), table)
+      ```
     """
     frequencies, scale = inverse_frequencies(config, max_len)
     return rotary_table(frequencies, max_len if limit is None else limit, scale=scale)

@@ -21,6 +21,12 @@ class Tokenizer:
     """A checkpoint's tokenizer, with its special tokens and chat templates.
 
     As in Transformers, special tokens that occur in a text are encoded as such.
+
+    Example:
+      ```python
+      ids = lm.tokenizer.encode("The json module")
+      print(ids, lm.tokenizer.decode(ids))
+      ```
     """
 
     def __init__(

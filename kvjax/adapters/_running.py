@@ -76,6 +76,20 @@ def running(
     The layers must be traced together with the call, not inside a scan, ``remat`` or ``jit`` of
     their own, which can't carry their updates. Models with these pass on a ``kvjax.attention.Step``
     instead.
+
+    Example:
+      ```python
+      from flax import nnx
+      from kvjax.adapters.nnx import attention_fn, running
+
+      attention = nnx.MultiHeadAttention(
+          4, 64, decode=False, attention_fn=attention_fn(0), rngs=nnx.Rngs(0)
+      )
+      cache = kvjax.init_cache(kvjax.memory.ModelShape(1, 64, 256, 4, 4, 16, 97), max_len=64)
+      with running(cache, 3) as call:
+          output = attention(jnp.ones((1, 3, 64)))
+      cache = call.done()
+      ```
     """
     call = RunningCall(step(cache, tokens, lengths=lengths))
     token = _current.set(call)
@@ -94,6 +108,13 @@ def positions(tokens: Array) -> Positions:
     """Positions of tokens [batch, new], for learned position embeddings.
 
     They are int32[batch, new] in a running call, and 0 to ``new - 1``, [1, new], outside of one.
+
+    Example:
+      ```python
+      from kvjax.adapters.nnx import positions
+
+      print(positions(jnp.array([[5, 7, 11]])))  # [[0 1 2]]
+      ```
     """
     call = current_call()
     return jnp.arange(tokens.shape[1], dtype=jnp.int32)[None] if call is None else call.positions

@@ -44,6 +44,15 @@ def attend(
 
     Returns:
       The module's output for each row, and the call with the layer's tokens.
+
+    Example:
+      ```python
+      import equinox as eqx
+      from kvjax.adapters.equinox import attend
+
+      attention = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
+      output, call = attend(attention, jnp.ones((1, 3, 64)), kvjax.step(None, 3), 0)
+      ```
     """
     queries = _map_tokens(attention.query_proj, x)
     head_dim = queries.shape[-1] // attention.num_heads
@@ -60,6 +69,28 @@ def as_function(model: eqx.Module) -> tuple["ModelFunction", PyTree]:
     """``apply`` and ``params`` of a model for ``kvjax.language_model``.
 
     The model is called with ``(tokens, cache, lengths)`` and returns ``(logits, cache)``.
+
+    Example:
+      ```python
+      import equinox as eqx
+      from kvjax.adapters.equinox import as_function, attend
+
+
+      class Model(eqx.Module):
+          embed: jax.Array
+          attention: eqx.nn.MultiheadAttention
+
+          def __call__(self, tokens, cache, lengths):
+              x, call = self.embed[tokens], kvjax.step(cache, tokens, lengths=lengths)
+              output, call = attend(self.attention, x, call, 0)
+              return (x + output) @ self.embed.T, call.done()
+
+
+      attention = eqx.nn.MultiheadAttention(4, 64, key=jax.random.key(0))
+      apply, params = as_function(Model(jnp.ones((97, 64)), attention))
+      config = dict(num_hidden_layers=1, num_key_value_heads=4, head_dim=16, vocab_size=97)
+      model = kvjax.language_model(apply, config, params)
+      ```
     """
     params, static = eqx.partition(model, eqx.is_array)
     leaves, structure = jax.tree.flatten(static)

@@ -74,6 +74,21 @@ def language_model(
     Raises:
       ValueError: if ``apply`` lacks a parameter or is not hashable, the config lacks a number, a
         token is not in the vocabulary, or ``params`` has no arrays.
+
+    Example:
+      ```python
+      def apply(params, tokens, cache, lengths):
+          call = kvjax.step(cache, tokens, lengths=lengths)
+          x = params["embed"][tokens]
+          q = x[:, None]  # one head: [batch, heads, new, head_dim]
+          output, call = call.attend(0, q, q, q)
+          return (x + output[:, 0]) @ params["embed"].T, call.done()
+
+
+      config = dict(num_hidden_layers=1, num_key_value_heads=1, head_dim=8, vocab_size=97)
+      model = kvjax.language_model(apply, config, {"embed": jnp.ones((97, 8))})
+      result = kvjax.generate(model, [[5, 7, 11]], max_new_tokens=4)
+      ```
     """
     own = _config(config, params)
     vocab = as_int("the config's vocab_size", own.vocab_size, 1)

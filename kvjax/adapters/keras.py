@@ -35,6 +35,14 @@ class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
 
     Inside ``running`` it appends keys and values to the cache and attends to it, causally and
     within its ``sliding_window``; masks are ignored.
+
+    Example:
+      ```python
+      from kvjax.adapters.keras import MultiHeadAttention
+
+      x = jnp.ones((1, 3, 64))
+      output = MultiHeadAttention(4, 16, layer=0)(x, x, use_causal_mask=True)
+      ```
     """
 
     def _compute_attention(
@@ -50,6 +58,14 @@ class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
     """``keras.layers.GroupQueryAttention(..., layer=)`` with a cache; see ``MultiHeadAttention``.
 
     The cache has ``num_key_value_heads`` heads.
+
+    Example:
+      ```python
+      from kvjax.adapters.keras import GroupQueryAttention
+
+      x = jnp.ones((1, 3, 64))
+      output = GroupQueryAttention(16, 4, 2, layer=0)(x, x, use_causal_mask=True)
+      ```
     """
 
     def _compute_attention(
@@ -71,6 +87,19 @@ def as_function(model: keras.Model) -> tuple["ModelFunction", PyTree]:
 
     Raises:
       ValueError: if Keras uses another backend than JAX, or the model is not built.
+
+    Example:
+      ```python
+      import keras
+      from kvjax.adapters.keras import MultiHeadAttention, as_function
+
+      tokens = keras.Input((None,), dtype="int32")
+      x = keras.layers.Embedding(97, 64)(tokens)
+      x += MultiHeadAttention(4, 16, layer=0)(x, x, use_causal_mask=True)
+      apply, params = as_function(keras.Model(tokens, keras.layers.Dense(97)(x)))
+      config = dict(num_hidden_layers=1, num_key_value_heads=4, head_dim=16, vocab_size=97)
+      model = kvjax.language_model(apply, config, params)
+      ```
     """
     if keras.backend.backend() != "jax":
         raise ValueError(

@@ -35,6 +35,15 @@ def as_language_model(model: Model, **options: Any) -> LanguageModel:
 
     Raises:
       ValueError: if Keras uses another backend than JAX, or the backbone lacks a number.
+
+    Example:
+      ```python
+      import keras_hub
+      from kvjax.adapters.keras_hub import as_language_model
+
+      model = as_language_model(keras_hub.models.Llama3CausalLM.from_preset("llama3.2_1b"))
+      result = kvjax.generate(model, "The json module", max_new_tokens=8)
+      ```
     """
     backbone = model.backbone
     heads = _number(backbone, "num_query_heads", "num_heads")

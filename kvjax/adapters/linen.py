@@ -23,6 +23,15 @@ def attention_fn(
 
     See ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan`` can't use it; their modules
     pass on a ``kvjax.attention.Step`` instead.
+
+    Example:
+      ```python
+      from flax import linen as nn
+      from kvjax.adapters.linen import attention_fn
+
+      attention = nn.MultiHeadDotProductAttention(4, attention_fn=attention_fn(0))
+      output, params = attention.init_with_output(jax.random.key(0), jnp.ones((1, 3, 64)))
+      ```
     """
     return cached_attention(layer, nn.dot_product_attention, rotary, sight)
 
@@ -33,6 +42,26 @@ def as_function(module: nn.Module) -> "ModuleFunction":
     The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
     cache)``. If it has no parameter ``cache``, it is called with tokens inside ``running`` and
     returns logits; its attention must then use ``attention_fn``.
+
+    Example:
+      ```python
+      from flax import linen as nn
+      from kvjax.adapters.linen import as_function, attention_fn
+
+
+      class Model(nn.Module):
+          @nn.compact
+          def __call__(self, tokens):
+              embed = nn.Embed(97, 64)
+              x = embed(tokens)
+              x += nn.MultiHeadDotProductAttention(4, attention_fn=attention_fn(0))(x)
+              return embed.attend(x)
+
+
+      params = Model().init(jax.random.key(0), jnp.ones((1, 3), jnp.int32))
+      config = dict(num_hidden_layers=1, num_key_value_heads=4, head_dim=16, vocab_size=97)
+      model = kvjax.language_model(as_function(Model()), config, params)
+      ```
     """
     return ModuleFunction(module)
 

@@ -32,6 +32,17 @@ def attention_fn(
 
     Raises:
       ValueError: if ``layer`` is not a layer index.
+
+    Example:
+      ```python
+      from flax import nnx
+      from kvjax.adapters.nnx import attention_fn
+
+      attention = nnx.MultiHeadAttention(
+          4, 64, decode=False, attention_fn=attention_fn(0), rngs=nnx.Rngs(0)
+      )
+      output = attention(jnp.ones((1, 3, 64)))
+      ```
     """
     return cached_attention(layer, nnx.dot_product_attention, rotary, sight)
 
@@ -45,6 +56,28 @@ def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
 
     After updating the module's state, call ``as_function`` again: the function is equal to the
     earlier one, so nothing is compiled again.
+
+    Example:
+      ```python
+      from flax import nnx
+      from kvjax.adapters.nnx import as_function, attention_fn
+
+
+      class Model(nnx.Module):
+          def __init__(self, rngs):
+              own = dict(decode=False, attention_fn=attention_fn(0), rngs=rngs)
+              self.embed = nnx.Embed(97, 64, rngs=rngs)
+              self.attention = nnx.MultiHeadAttention(4, 64, **own)
+
+          def __call__(self, tokens):
+              x = self.embed(tokens)
+              return self.embed.attend(x + self.attention(x))
+
+
+      apply, params = as_function(Model(nnx.Rngs(0)))
+      config = dict(num_hidden_layers=1, num_key_value_heads=4, head_dim=16, vocab_size=97)
+      model = kvjax.language_model(apply, config, params)
+      ```
     """
     graph, params = nnx.split(module)
     return ModuleFunction(graph), params

@@ -30,6 +30,16 @@ class KvjaxRollout(base_rollout.BaseRollout):
     It reads the module's parameters at every call, so an update copies and compiles nothing. Use it
     as a cluster's engine: ``ClusterConfig(rollout_engine=functools.partial(KvjaxRollout,
     config=..., cache=...), ...)``.
+
+    Example:
+      ```python
+      import functools
+      from kvjax.adapters.tunix import KvjaxRollout
+      from tunix.rl import rl_cluster
+
+      engine = functools.partial(KvjaxRollout, config=model_config)
+      cluster = rl_cluster.ClusterConfig(rollout_engine=engine, **cluster_settings)
+      ```
     """
 
     def __init__(

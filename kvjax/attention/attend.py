@@ -102,6 +102,15 @@ def attend(
         ring keeps; or ``path`` is unknown or does not support the inputs. In a stack of layers, the
         queries of a long call must attend to the layer that was appended last. Otherwise this
         raises too, or, if the layer's index is traced, returns NaN.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      queries = jnp.ones((1, 4, 3, 64))
+      keys = values = jnp.ones((1, 2, 3, 64))
+      cache = kvjax.append(cache, 0, keys, values)
+      output = kvjax.attend(queries, cache, 0)  # [1, 4, 3, 64]
+      ```
     """
     cache = validated("kvjax.attend", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
@@ -185,6 +194,13 @@ def self_attend(
 
     Raises:
       ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
+
+    Example:
+      ```python
+      queries = jnp.ones((1, 4, 8, 64))
+      keys = values = jnp.ones((1, 2, 8, 64))
+      output = kvjax.self_attend(queries, keys, values, window=4)
+      ```
     """
     policy = CachePolicy(Dense(keys.shape[2]), Raw(keys.dtype.name), Raw(values.dtype.name))
     layer_cache = LayerCache(keys, values, policy, keys.shape[1], keys.shape[3])

@@ -24,6 +24,14 @@ class Step:
 
     ``cache``: the cache, with the tokens of the layers up to now; None without a cache.
     ``new``: tokens per row.
+
+    Example:
+      ```python
+      call = kvjax.step(None, 3)  # without a cache, as in training
+      queries = jnp.ones((1, 4, 3, 64))
+      keys = values = jnp.ones((1, 2, 3, 64))
+      output, call = call.attend(0, queries, keys, values)
+      ```
     """
 
     cache: KVCache | None
@@ -129,6 +137,17 @@ def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = N
     Raises:
       ValueError: if ``cache`` is not a cache or has an unfinished call, if ``tokens`` has another
         batch size, or if ``lengths`` is wrong, see ``kvjax.append``.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      queries = jnp.ones((1, 4, 3, 64))
+      keys = values = jnp.ones((1, 2, 3, 64))
+      call = kvjax.step(cache, 3)
+      for layer in range(lm.config.num_hidden_layers):
+          output, call = call.attend(layer, queries, keys, values)
+      cache = call.done()
+      ```
     """
     shape = jnp.shape(tokens)
     if len(shape) == 1:

@@ -51,7 +51,14 @@ from kvjax.sampling.params import SamplingKeywords
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds of the parts of a step; ``overhead`` is not part of it."""
+    """Milliseconds of the parts of a step; ``overhead`` is not part of it.
+
+    Example:
+      ```python
+      bench = kvjax.bench.measure(lm, {"static": "static"}, prompts=[16], steps=4, repeats=1)
+      print(bench.cells[0].split.weights, bench.cells[0].split.attention)
+      ```
+    """
 
     weights: float
     attention: float
@@ -76,6 +83,13 @@ class Cell:
       capacity: tokens per row of the cache.
       allocated: bytes of the cache, by place.
       compile_seconds, compilations: in the first repeat.
+
+    Example:
+      ```python
+      bench = kvjax.bench.measure(lm, {"static": "static"}, prompts=[16], steps=4, repeats=1)
+      for cell in bench.cells:
+          print(cell.policy, cell.batch, cell.prompt, cell.ms, cell.bandwidth_fraction)
+      ```
     """
 
     batch: int
@@ -110,6 +124,12 @@ class Bench:
       peak_bytes: peak memory use since the process started, with two caches per policy, or None if
         unknown.
       peak_source: where ``peak_bytes`` was counted, device or process.
+
+    Example:
+      ```python
+      bench = kvjax.bench.measure(lm, {"static": "static"}, prompts=[16], steps=4, repeats=1)
+      print(bench.device, bench.bandwidth.read, bench.peak_bytes)
+      ```
     """
 
     device: str
@@ -156,6 +176,12 @@ def measure(
       ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for
         the model, or a ring has no slack to rewind a step.
       NonFiniteError: if the model returns logits that are not finite.
+
+    Example:
+      ```python
+      bench = kvjax.bench.measure(lm, {"static": "static"}, prompts=[16], steps=4, repeats=1)
+      print(bench.cells[0].ms, bench.cells[0].tokens_per_second)
+      ```
     """
     if not policies:
         raise ValueError("no policies to measure")

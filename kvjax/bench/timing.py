@@ -46,6 +46,12 @@ class Bandwidth:
       copy: the fastest copy, counting bytes read and written.
       methods: every method by name.
       array_bytes: bytes of the array.
+
+    Example:
+      ```python
+      bandwidth = kvjax.bench.measure_bandwidth(array_bytes=2**20, repeats=2)
+      print(bandwidth.read / 1e9, "GB/s")
+      ```
     """
 
     read: float
@@ -63,6 +69,12 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
 
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.
+
+    Example:
+      ```python
+      bandwidth = kvjax.bench.measure_bandwidth(array_bytes=2**20, repeats=2)
+      print(bandwidth.read / 1e9, "GB/s by", max(bandwidth.methods, key=bandwidth.methods.get))
+      ```
     """
     as_int("array_bytes", array_bytes, 4096)
     as_int("repeats", repeats, 1)
@@ -80,7 +92,13 @@ def best_seconds(call: Callable[[], object], repeats: int) -> float:
 
 
 def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that jitted reductions read from an array, by method."""
+    """Bytes per second that jitted reductions read from an array, by method.
+
+    Example:
+      ```python
+      print(kvjax.bench.jax_bandwidth(2**20, repeats=2))
+      ```
+    """
     array = jnp.ones(nbytes // 4, jnp.float32)
 
     def speed(reduction: Callable[..., object]) -> float:
@@ -109,7 +127,13 @@ def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that NumPy reductions read with one thread per core, by method."""
+    """Bytes per second that NumPy reductions read with one thread per core, by method.
+
+    Example:
+      ```python
+      print(kvjax.bench.cpu_bandwidth(2**20, repeats=2))
+      ```
+    """
     array = np.ones(nbytes // 4, np.float32)
     allowed = getattr(os, "sched_getaffinity", None)  # the cores this process may run on
     threads = len(allowed(0)) if allowed else os.cpu_count() or 1
@@ -127,6 +151,11 @@ def peak_memory() -> tuple[int | None, str]:
 
     That is the device if it reports its peak, otherwise the process's resident set. The bytes are
     None if neither is known.
+
+    Example:
+      ```python
+      nbytes, source = kvjax.bench.peak_memory()
+      ```
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     if "peak_bytes_in_use" in stats:

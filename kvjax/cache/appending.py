@@ -78,6 +78,15 @@ def append(
       ValueError: if shapes do not fit the cache, keys or values are not floating-point, the layer
         does not exist or has been appended to since the last ``advance``; or if ``lengths`` is not
         one integer per row from 0 to ``new`` (if traced: the status ``BAD_LENGTHS``).
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      keys = values = jnp.ones((1, 2, 3, 64))
+      for layer in range(lm.config.num_hidden_layers):
+          cache = kvjax.append(cache, layer, keys, values)
+      cache = kvjax.advance(cache, 3)
+      ```
     """
     cache = validated("kvjax.append", cache, layer=layer, between=False)
     entry, index = cache.at(layer)
@@ -129,6 +138,16 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     Raises:
       ValueError: if ``new`` is not the number that was appended, a layer has not been appended to,
         or ``lengths`` is wrong as in ``append``.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      keys = values = jnp.ones((1, 2, 3, 64))
+      for layer in range(lm.config.num_hidden_layers):
+          cache = kvjax.append(cache, layer, keys, values)
+      cache = kvjax.advance(cache, 3)
+      print(cache.length)  # [3]
+      ```
     """
     cache = validated("kvjax.advance", cache, between=False)
     new, pending = as_int("new", new, 0), cache.pending

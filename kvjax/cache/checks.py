@@ -243,6 +243,12 @@ def check(cache: KVCache) -> None:
       ValueError: if a traced argument was wrong: ``lengths``, a token, a row's number, a number of
         tokens to rewind, or a conversion that needs tokens that the cache did not hold. Also if
         called inside ``jit``.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      kvjax.check(cache)  # raises if a row has overflowed
+      ```
     """
     check_arrays("kvjax.check", cache)
     check_not_traced("kvjax.check", cache.status)
@@ -260,7 +266,14 @@ def check(cache: KVCache) -> None:
 @automatic_axes
 def clear_status(cache: KVCache) -> KVCache:
     """The cache with its status cleared, so that ``check`` raises nothing; call it once the cause
-    has been handled."""
+    has been handled.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      cache = kvjax.clear_status(cache)
+      ```
+    """
     check_arrays("kvjax.clear_status", cache)
     status = jnp.zeros_like(cache.status)
     if cache.mesh_sharding is not None:

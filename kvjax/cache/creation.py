@@ -78,6 +78,12 @@ def init_cache(
         exceeds the model's positions, a list of policies has the wrong length, the mesh does not
         divide the rows, or layers that read the keys of others would be stacked.
       CacheMemoryError: if the cache does not fit in the memory of the device or the host.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy(bits=8), batch=2, max_len=64)
+      print(kvjax.nbytes(cache))
+      ```
     """
     return allocate(
         config,

@@ -31,6 +31,13 @@ def read(
     Returns:
       Rotated keys and values, [batch, kv_heads, slots, head_dim]; and the position that each slot
       holds, int32[batch, slots], -1 if it is empty or stale.
+
+    Example:
+      ```python
+      cache = kvjax.prefill(lm, ["The json module"], max_len=64)[0]
+      keys, values, positions = kvjax.read(cache, 0)
+      print(keys.shape, positions)
+      ```
     """
     cache = validated("kvjax.read", cache, layer=layer, between=False)
     (entry, index), pending = cache.at(layer), cache.pending

@@ -77,6 +77,12 @@ def nbytes(cache: KVCache, mesh_sharding: MeshSharding | None = None) -> dict[st
 
     Raises:
       ValueError: if ``cache`` is not a cache.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy(bits=8), max_len=64)
+      print(kvjax.nbytes(cache))  # {"device": ...}
+      ```
     """
     check_cache("kvjax.nbytes", cache)
     totals: dict[str, int] = {}

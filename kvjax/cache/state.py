@@ -60,6 +60,12 @@ class KVCache:
     frequencies depend on it (dynamic, longrope). It stays the same when the cache grows.
 
     ``budget``: the device memory that the cache may use when it grows, from ``policy("auto")``.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, batch=2, max_len=64)
+      print(cache.batch, cache.length, cache.max_len, cache.layer(0).keys.shape)
+      ```
     """
 
     layers: tuple[LayerCache, ...]

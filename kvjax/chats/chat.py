@@ -30,6 +30,13 @@ class ChatStats:
     tokens. ``prefill_seconds``, ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
     ``cache_length``: tokens in the cache; ``remaining_tokens``: how many more tokens the chat can
     hold, None for no limit; ``cache_bytes``: bytes of the cache by memory.
+
+    Example:
+      ```python
+      chat = kvjax.Chat(lm, max_new_tokens=8)
+      list(chat.send("The json module"))
+      print(chat.stats.prefill_tokens, chat.stats.new_tokens, chat.stats.remaining_tokens)
+      ```
     """
 
     turns: int
@@ -67,6 +74,14 @@ class Chat:
     start, and ``stats.recomputed_tokens`` counts these tokens.
 
     ``settings``: the settings of each answer, by name. They may be changed between turns.
+
+    Example:
+      ```python
+      chat = kvjax.Chat(lm, max_new_tokens=8)
+      for piece in chat.send("The json module"):
+          print(piece.text, end="")
+      print(chat.turns)
+      ```
     """
 
     @explicit_signature(DecodingKeywords)

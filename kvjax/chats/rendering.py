@@ -24,6 +24,13 @@ class Turn:
     ``GenerationStats.finish_reasons``; ``"stopped"`` if it was stopped early or by an error; None
     while it is generated. ``attempt``: earlier answers to the same message, which change the seed.
     ``first``: the first turn that the model saw with it, if older ones were dropped.
+
+    Example:
+      ```python
+      chat = kvjax.Chat(lm, max_new_tokens=8)
+      list(chat.send("The json module"))
+      print(chat.turns[0].user, chat.turns[0].answer, chat.turns[0].finish_reason)
+      ```
     """
 
     user: str

@@ -24,7 +24,15 @@ in their stored dtype. Its matrix-product libraries need decoded copies of them.
 
 Store = Any
 """A pytree of arrays [batch, ...] that holds encoded numbers, with units (tokens or blocks of them)
-on axis 2."""
+on axis 2.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int8().resolve("float32", "cpu")
+  store = codec.empty((1, 2, 1, 64, 64))
+  print(jax.tree.map(jnp.shape, store))
+  ```
+"""
 
 
 class Codec(Protocol):
@@ -42,6 +50,13 @@ class Codec(Protocol):
         The newest tokens then wait in a raw tail until their block is full.
       before_rotary: whether keys are stored unrotated, and rotated when they are read.
       joins_heads: whether heads share scales. Those scales have 1 on the axis of heads.
+
+    Example:
+      ```python
+      codec = kvjax.codecs.Int8().resolve("float32", "cpu")
+      x = jax.random.normal(jax.random.key(0), (1, 2, 1, 64, 64))  # one block of 64 tokens
+      print(codec.nbytes(x.shape), jnp.abs(codec.decode(codec.encode(x)) - x).max())
+      ```
     """
 
     if TYPE_CHECKING:  # as properties they are read-only, so that fields of frozen classes match
@@ -114,6 +129,12 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     With few queries a CPU multiplies float32 keys many times faster as the left operand, and very
     few queries of a batch of one faster one by one. The barriers keep XLA from swapping the
     operands back.
+
+    Example:
+      ```python
+      queries, keys = jnp.ones((1, 2, 4, 64)), jnp.ones((1, 2, 100, 64))
+      scores = kvjax.codecs.plain_scores(queries, keys)  # [1, 2, 4, 100]
+      ```
     """
     keys = merge_blocks(keys)
     if _sums_products(queries):
@@ -136,6 +157,12 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
       values: [batch, kv_heads, tokens, head_dim], with or without an axis of blocks.
       present: bool, broadcastable to ``values``: which of them hold tokens. The others may be NaN,
         and their weights must be exactly 0. None: all of them hold tokens.
+
+    Example:
+      ```python
+      weights, values = jnp.full((1, 2, 4, 100), 0.01), jnp.ones((1, 2, 100, 64))
+      output = kvjax.codecs.plain_weighted_values(weights, values)  # [1, 2, 4, 64]
+      ```
     """
     values = merge_blocks(values)
     weights = weights.astype(values.dtype)
@@ -196,6 +223,13 @@ class Raw(Codec):
     ``as_bits``: store the bits of 16-bit floats in a ``uint16`` array. Values do not change, and
     ``decode`` still returns ``dtype``. ``resolve`` sets it on platforms whose compiler would
     otherwise convert the whole array to float32 at every write.
+
+    Example:
+      ```python
+      codec = kvjax.codecs.Raw("bfloat16")
+      policy = kvjax.CachePolicy(keys=codec, values=codec)
+      cache = kvjax.init_cache(lm.config, policy, max_len=64)
+      ```
     """
 
     dtype: str | None = None

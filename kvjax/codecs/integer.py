@@ -52,6 +52,12 @@ class Integer(ScaledCodec):
     zero point. ``scales``: the codec of scales and zero points, a 16-bit ``Raw``; None is float16
     if the model computes in float16, otherwise bfloat16, which has the range of float32. ``dtype``:
     the dtype that ``decode`` returns; None is the model's.
+
+    Example:
+      ```python
+      codec = kvjax.codecs.Integer(4, per="token", group_size=32, zero_point=True)
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+      ```
     """
 
     bits: int
@@ -161,15 +167,50 @@ def _with_bits(bits: int) -> Callable[..., Integer]:
 
 
 Int8 = _with_bits(8)
-"""``Int8(per="token", group_size=None, ...)``: `Integer` with 8 bits."""
+"""``Int8(per="token", group_size=None, ...)``: `Integer` with 8 bits.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int8(per="channel")
+  cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+  ```
+"""
 Int4 = _with_bits(4)
-"""``Int4(per="token", group_size=None, ...)``: `Integer` with 4 bits."""
+"""``Int4(per="token", group_size=None, ...)``: `Integer` with 4 bits.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int4(group_size=32)
+  cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+  ```
+"""
 Int3 = _with_bits(3)
-"""``Int3(per="token", group_size=None, ...)``: `Integer` with 3 bits."""
+"""``Int3(per="token", group_size=None, ...)``: `Integer` with 3 bits.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int3(group_size=32)
+  cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+  ```
+"""
 Int2 = _with_bits(2)
-"""``Int2(per="token", group_size=None, ...)``: `Integer` with 2 bits."""
+"""``Int2(per="token", group_size=None, ...)``: `Integer` with 2 bits.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int2(group_size=32, zero_point=True)
+  cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+  ```
+"""
 Int1 = _with_bits(1)
-"""``Int1(per="token", group_size=None, ...)``: `Integer` with 1 bit."""
+"""``Int1(per="token", group_size=None, ...)``: `Integer` with 1 bit.
+
+Example:
+  ```python
+  codec = kvjax.codecs.Int1(group_size=32, zero_point=True)
+  cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+  ```
+"""
 
 
 def pack(codes: Array, bits: int) -> Array:

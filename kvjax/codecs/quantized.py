@@ -17,6 +17,13 @@ class Quantized:
 
     ``store``: a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``codec``: how
     the store is decoded. ``tokens``: the number of tokens, without the padding of the last block.
+
+    Example:
+      ```python
+      keys = values = jax.random.normal(jax.random.key(0), (1, 2, 100, 64))
+      stored, _ = kvjax.codecs.quantize_kv(keys, values, kvjax.codecs.Int4())
+      print(stored.nbytes, keys.nbytes)
+      ```
     """
 
     store: Store
@@ -52,6 +59,13 @@ def quantize_kv(
 
     Raises:
       ValueError: if ``block`` is not a multiple of 8, or the codec can't store the shapes.
+
+    Example:
+      ```python
+      keys = values = jax.random.normal(jax.random.key(0), (1, 2, 100, 64))
+      stored = kvjax.codecs.quantize_kv(keys, values, kvjax.codecs.Int8())
+      keys, values = kvjax.codecs.dequantize_kv(*stored)
+      ```
     """
     second = codec if value_codec is None else value_codec
     return _quantize(keys, codec, block), _quantize(values, second, block)
@@ -59,7 +73,15 @@ def quantize_kv(
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
     """Undo ``quantize_kv``: keys and values [batch, kv_heads, tokens, head_dim] in the dtype of the
-    codec."""
+    codec.
+
+    Example:
+      ```python
+      keys = values = jax.random.normal(jax.random.key(0), (1, 2, 100, 64))
+      stored = kvjax.codecs.quantize_kv(keys, values, kvjax.codecs.Int8())
+      print(jnp.abs(kvjax.codecs.dequantize_kv(*stored)[0] - keys).max())
+      ```
+    """
     first, second = (
         merge_blocks(x.codec.decode(x.store))[:, :, : x.tokens] for x in (keys, values)
     )
@@ -104,6 +126,13 @@ def quantized_codec(
 
     Raises:
       ValueError: if no codec has that many bits.
+
+    Example:
+      ```python
+      keys = kvjax.codecs.quantized_codec(4, "keys")
+      values = kvjax.codecs.quantized_codec(2, "values", group_size=32)
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=keys, values=values), max_len=64)
+      ```
     """
     if bits in (None, 16):
         return Raw(dtype)

@@ -224,6 +224,12 @@ class Float8(ScaledCodec):
 
     ``kind``: ``"e4m3"`` (relative error up to 1/16) or ``"e5m2"`` (up to 1/8, with a wider range).
     ``per``, ``group_size``: see ``Groups``. ``scales``, ``dtype``: as in ``Integer``.
+
+    Example:
+      ```python
+      codec = kvjax.codecs.Float8("e4m3")
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=codec, values=codec), max_len=64)
+      ```
     """
 
     kind: str = "e4m3"

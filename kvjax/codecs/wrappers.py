@@ -74,6 +74,12 @@ class HalfQuadratic(CodecWrapper):
     search does not reduce its error.
 
     ``steps``: the number of steps.
+
+    Example:
+      ```python
+      values = kvjax.codecs.HalfQuadratic(kvjax.codecs.Int2(zero_point=True))
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(values=values), max_len=64)
+      ```
     """
 
     steps: int = 20
@@ -123,6 +129,12 @@ class Rotated(CodecWrapper):
     it.
 
     ``seed``: the seed of the random signs.
+
+    Example:
+      ```python
+      keys = kvjax.codecs.Rotated(kvjax.codecs.Int4())
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=keys), max_len=64)
+      ```
     """
 
     seed: int = 0
@@ -203,6 +215,12 @@ class Unrotated(CodecWrapper):
     rotates the keys to their positions each time it reads a block.
 
     Use it for keys. Values have no positions, so they are stored as ``codec`` stores them.
+
+    Example:
+      ```python
+      keys = kvjax.codecs.Unrotated(kvjax.codecs.Int4())
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=keys), max_len=64)
+      ```
     """
 
     @property
@@ -232,6 +250,12 @@ class Centered(CodecWrapper):
     part of the mean.
 
     Products with the means are computed once per block, not once per token.
+
+    Example:
+      ```python
+      keys = kvjax.codecs.Centered(kvjax.codecs.Int4())
+      cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=keys), max_len=64)
+      ```
     """
 
     means: Raw | None = None

@@ -30,6 +30,12 @@ class RotaryTable:
     array ``i`` is the rotation by ``d * STRIDE**i`` positions; the first array also includes the
     attention scale. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are
     rotated.
+
+    Example:
+      ```python
+      table = kvjax.rotary_table(10000.0 ** -(np.arange(0, 64, 2) / 64), max_len=64)
+      angles = table.angles(jnp.array([0, 1, 2]))
+      ```
     """
 
     digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]
@@ -61,6 +67,12 @@ def rotary_table(
     Raises:
       ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
         one-dimensional.
+
+    Example:
+      ```python
+      frequencies = 10000.0 ** -(np.arange(0, 64, 2) / 64)
+      table = kvjax.rotary_table(frequencies, max_len=64)
+      ```
     """
     limit = UNLIMITED if max_len is None else max_len
     if limit < 1:
@@ -96,6 +108,12 @@ def apply_rotary(
 
     Returns:
       Rotated ``x`` in its dtype, computed in float32. Channels after the table's pairs are copied.
+
+    Example:
+      ```python
+      table = kvjax.rotary_table(10000.0 ** -(np.arange(0, 64, 2) / 64), max_len=64)
+      rotated = kvjax.apply_rotary(jnp.ones((1, 2, 3, 64)), jnp.array([[0, 1, 2]]), table)
+      ```
     """
     x = jnp.asarray(x)
     if table is None:

@@ -163,11 +163,29 @@ def check_not_symbolic(what: str, shape: tuple[object, ...]) -> None:
 
 
 class KvjaxError(Exception):
-    """Base class of kvjax's exceptions."""
+    """Base class of kvjax's exceptions.
+
+    Example:
+      ```python
+      try:
+          models.load("./no-such-folder")
+      except kvjax.KvjaxError as error:
+          print(error)
+      ```
+    """
 
 
 class ArgumentError(KvjaxError, ValueError):
-    """An argument is wrong: ``param`` is its name, and the message says what is allowed."""
+    """An argument is wrong: ``param`` is its name, and the message says what is allowed.
+
+    Example:
+      ```python
+      try:
+          kvjax.generate(lm, "The json module", top_k=0)
+      except kvjax.ArgumentError as error:
+          print(error)
+      ```
+    """
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(message)
@@ -181,19 +199,59 @@ class CheckpointError(KvjaxError, ValueError):
     """A checkpoint file is missing, damaged, or uses an unsupported feature.
 
     The message names the file, the field and the expected value.
+
+    Example:
+      ```python
+      try:
+          models.load("./no-such-folder")
+      except kvjax.CheckpointError as error:
+          print(error)
+      ```
     """
 
 
 class CacheOverflowError(KvjaxError, RuntimeError):
-    """A traced step appended more tokens than the cache can hold; the tokens were dropped."""
+    """A traced step appended more tokens than the cache can hold; the tokens were dropped.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=2)
+      keys = values = jnp.ones((1, 2, 3, 64))  # one token too many
+      for layer in range(lm.config.num_hidden_layers):
+          cache = kvjax.append(cache, layer, keys, values)
+      try:
+          kvjax.check(kvjax.advance(cache, 3))
+      except kvjax.CacheOverflowError as error:
+          print(error)
+      ```
+    """
 
 
 class CacheMemoryError(KvjaxError, MemoryError):
-    """The device or its host has too little memory for a cache."""
+    """The device or its host has too little memory for a cache.
+
+    Example:
+      ```python
+      try:
+          cache = kvjax.init_cache(lm.config, batch=1, max_len=64)
+      except kvjax.CacheMemoryError as error:
+          print(error)  # says how many bytes the cache takes
+      ```
+    """
 
 
 class NonFiniteError(KvjaxError, ArithmeticError):
-    """A model returned logits that are NaN or infinite, so no token can be chosen."""
+    """A model returned logits that are NaN or infinite, so no token can be chosen.
+
+    Example:
+      ```python
+      params = jax.tree.map(lambda x: x * jnp.nan, lm.params)
+      try:
+          kvjax.generate(lm.with_params(params), "The json module", max_new_tokens=8)
+      except kvjax.NonFiniteError as error:
+          print(error)
+      ```
+    """
 
 
 class MissingCompilerError(KvjaxError, ImportError):

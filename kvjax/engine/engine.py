@@ -41,12 +41,6 @@ class Engine:
     """Serves many requests at once with continuous batching, chunked prefill, a paged cache and
     shared prefixes.
 
-    ::
-
-        engine = kvjax.Engine(lm, limits=kvjax.memory.InferenceLimits(max_batch_size=16))
-        for handle in engine.run(["The json module", "An iterator"], max_new_tokens=32):
-            print(handle.text, handle.finish_reason)
-
     ``submit`` adds a request at any time. Each ``step`` dispatches programs for all of them, and
     collects the output of earlier steps. Requests are scheduled by ``priority``, then in order.
 
@@ -94,6 +88,14 @@ class Engine:
     Raises:
       ValueError: as ``PrefixTree``; if the draft does not fit the model; if a limit is too small
         for a single token.
+
+    Example:
+      ```python
+      limits = kvjax.memory.InferenceLimits(max_batch_size=4, max_seq_len=256)
+      engine = kvjax.Engine(lm, limits=limits)
+      for handle in engine.run(["The json module", "An iterator"], max_new_tokens=8):
+          print(handle.text, handle.finish_reason)
+      ```
     """
 
     @allow_host_to_device

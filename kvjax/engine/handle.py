@@ -97,6 +97,15 @@ class Handle:
       times: when it was submitted, admitted, and so on.
       beam_results: the best sequences of a finished beam search, best first; the
         handle's ``tokens`` and ``text`` come from the best.
+
+    Example:
+      ```python
+      limits = kvjax.memory.InferenceLimits(max_batch_size=4, max_seq_len=256)
+      engine = kvjax.Engine(lm, limits=limits)
+      handle = engine.submit("The json module", max_new_tokens=8)
+      for piece in engine.stream(handle):
+          print(piece.text, end="")
+      ```
     """
 
     def __init__(

@@ -19,17 +19,19 @@ class StoppedError(RuntimeError):
 class Service:
     """Runs an engine in a thread, for requests from one event loop.
 
-    ::
-
-        async with kvjax.engine.Service(engine) as service:
-            handle = service.submit("The json module", max_new_tokens=32)
-            async for piece in service.pieces(handle):
-                print(piece.text, end="")
-
     Nothing else may step the engine meanwhile. A request whose reader stops early is cancelled.
 
     Args:
       engine: the engine to run.
+
+    Example:
+      ```python
+      async def answer(engine: kvjax.Engine) -> None:
+          async with kvjax.engine.Service(engine) as service:
+              handle = service.submit("The json module", max_new_tokens=8)
+              async for piece in service.pieces(handle):
+                  print(piece.text, end="")
+      ```
     """
 
     def __init__(self, engine: Engine) -> None:

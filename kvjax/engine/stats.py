@@ -62,6 +62,14 @@ class EngineStats(Counters):
         sampling needs.
       draft_bytes: bytes of a draft model: its cache, and parameters that it does not share with
         the model.
+
+    Example:
+      ```python
+      limits = kvjax.memory.InferenceLimits(max_batch_size=4, max_seq_len=256)
+      engine = kvjax.Engine(lm, limits=limits)
+      stats = engine.stats()
+      print(stats.running, stats.waiting, stats.free_pages, stats.usage)
+      ```
     """
 
     rows: int = 0

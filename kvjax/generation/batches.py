@@ -30,7 +30,15 @@ from kvjax.placement.device import Device, check_placement
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of one batch, and the cache that they continue; None for a new one."""
+    """The prompts of one batch, and the cache that they continue; None for a new one.
+
+    Example:
+      ```python
+      result = kvjax.generate(lm, "The json module", max_new_tokens=8)
+      batch = kvjax.generation.Batch(result.pending_tokens, result.cache)
+      (more,) = kvjax.generate_batches(lm, [batch], max_new_tokens=8)
+      ```
+    """
 
     prompts: Prompts
     cache: KVCache | None = None
@@ -75,6 +83,13 @@ def generate_batches(
       ValueError: as ``generate``, from the iteration when the batch's turn comes; so are errors
         that ``batches`` raises. An invalid placement is reported at once.
       TypeError: for a keyword that ``generate`` does not have.
+
+    Example:
+      ```python
+      batches = [["The json module", "An iterator"], ["A list", "A tuple"]]
+      for result in kvjax.generate_batches(lm, batches, max_new_tokens=8):
+          print(result.text)
+      ```
     """
     if isinstance(batches, str):
         raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")

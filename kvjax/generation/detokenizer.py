@@ -27,6 +27,13 @@ class TextStream:
     New tokens are decoded together with the previous piece, because a token's text can depend on
     its neighbors. (``tokenizers.decoders.DecodeStream`` works the same way, but fails if
     a stray byte changes text that it has already returned.)
+
+    Example:
+      ```python
+      stream = models.TextStream(lm.tokenizer.decode)
+      text = "".join(stream.push(token) for token in lm.tokenizer.encode("The json module"))
+      text += stream.finish()
+      ```
     """
 
     def __init__(self, decode: Callable[[list[int]], str], after: Iterable[int] = ()):

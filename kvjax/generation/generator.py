@@ -199,6 +199,13 @@ def generate(
         its range.
       CacheOverflowError: if the given cache has overflowed before.
       NonFiniteError: if logits are not finite. No token is drawn from them.
+
+    Example:
+      ```python
+      result = kvjax.generate(lm, ["The json module", "An iterator"], max_new_tokens=8)
+      print(result.text)
+      more = kvjax.generate(lm, result.pending_tokens, cache=result.cache, max_new_tokens=8)
+      ```
     """
     return run_generation(*_prepare(lm, prompts, settings))
 
@@ -217,6 +224,12 @@ def stream(
       After the last piece, ``.result`` is what ``generate`` would have returned. Arguments are
       checked at once. ``NonFiniteError``, and errors of a ``prefix_cache``, are raised by the
       iteration: the prefix tree leases its pages when the first piece is requested.
+
+    Example:
+      ```python
+      for piece in kvjax.stream(lm, "The json module", max_new_tokens=8):
+          print(piece.text[0], end="", flush=True)
+      ```
     """
     return start_generation(*_prepare(lm, prompts, settings), streamed=True)
 
@@ -253,6 +266,12 @@ def prefill(
 
     Raises:
       ValueError, CacheOverflowError: as ``generate``.
+
+    Example:
+      ```python
+      cache, logits = kvjax.prefill(lm, ["The json module"], max_len=64)
+      token = jnp.argmax(logits, axis=-1)
+      ```
     """
     check_encoded(lm)
     lm = lm if mesh is None else lm.on(mesh)

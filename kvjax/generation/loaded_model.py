@@ -124,6 +124,15 @@ class LanguageModel:
       architecture: the model without its parameters; hashable, the static argument for ``jit``.
       source: the checkpoint's folder, or another name of the model's origin.
       mesh: the devices that the parameters are sharded over; None for one device.
+
+    Example:
+      ```python
+      lm = models.load()
+      tokens, lengths = lm.encode(["The json module", "An iterator"])
+      cache = kvjax.init_cache(lm.config, batch=2, max_len=64)
+      step = jax.jit(lm.apply, donate_argnames="cache")
+      logits, cache = step(lm.params, tokens, cache, lengths=lengths)
+      ```
     """
 
     config: Any

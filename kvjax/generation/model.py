@@ -29,7 +29,13 @@ from kvjax.policies.model_config import (
 @dataclass(frozen=True)
 class GenerationDefaults:
     """The values of a checkpoint's ``generation_config.json``; None if it does not give one.
-    ``decoder_start_token_id`` is the first token of the decoder of an encoder-decoder model."""
+    ``decoder_start_token_id`` is the first token of the decoder of an encoder-decoder model.
+
+    Example:
+      ```python
+      print(lm.generation.eos_token_ids, lm.generation.temperature)
+      ```
+    """
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None

@@ -111,6 +111,12 @@ class GenerationResult:
         length to the power of ``length_penalty``; of ``best_of``, the mean log-probability under
         the model's distribution; else None. If filters leave fewer sequences than requested, the
         missing ones are empty, and their scores are minus infinity.
+
+    Example:
+      ```python
+      result = kvjax.generate(lm, "The json module", max_new_tokens=8)
+      print(result.text[0], result.stats.finish_reasons, result.stats.cache_bytes)
+      ```
     """
 
     # The annotations omit None, so that callers with a tokenizer and a cache need no assertions.

@@ -41,6 +41,12 @@ class Scored:
       logprobs: float32[rows, new], log-probabilities under the model's distribution; 0 for padding.
       sampling_logprobs: float32[rows, new], log-probabilities under the distribution that tokens
         would be drawn from with the given temperature and filters; 0 for padding.
+
+    Example:
+      ```python
+      scored = kvjax.score(lm, "The json module", [" provides"])
+      print(scored.tokens, scored.logprobs, scored.totals)
+      ```
     """
 
     tokens: Array
@@ -89,6 +95,12 @@ def score(
         token is outside the vocabulary, or a prompt with its continuation exceeds the model's
         positions. On a mesh, also if ``data`` does not divide the number of prompts or of
         continuations.
+
+    Example:
+      ```python
+      scored = kvjax.score(lm, "The json module", [[" provides", " forgets"]])
+      print(scored.totals)  # the log-probability of each continuation
+      ```
     """
     check_model(lm, inside=True)
     chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)

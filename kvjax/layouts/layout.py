@@ -41,6 +41,13 @@ class Run(NamedTuple):
     ``columns``, int[batch, pages], is given for paged layouts and selects entries of the row's page
     table. Slots are then numbered through the pages in these entries, and ``high`` is the page
     size.
+
+    Example:
+      ```python
+      layout = kvjax.layouts.Ring(window=4).resolve(64, None)
+      for run in layout.runs(jnp.array([3]), 2):
+          print(run.start, run.low, run.high)
+      ```
     """
 
     start: PerRow
@@ -55,6 +62,12 @@ class Region(NamedTuple):
     """Slots ``first`` to ``first + size - 1``, which attention reads together.
 
     ``capped``: these are sinks; their distance to a query is capped below ``Layout.reach``.
+
+    Example:
+      ```python
+      for region in kvjax.layouts.Ring(window=4, sinks=2).resolve(64, None).regions():
+          print(region.first, region.size, region.capped)
+      ```
     """
 
     first: int
@@ -120,6 +133,13 @@ class Layout(LayoutSpec):
     first positions of a row, which all queries see. ``slack``: slots in excess of what
     queries see, so that a call of ``slack + 1`` tokens overwrites nothing that its own queries
     see. ``grows_to``: the limit that the layout may grow to, None if it can't grow.
+
+    Example:
+      ```python
+      layout = kvjax.layouts.Ring(window=4).resolve(64, None)
+      slots = jnp.arange(layout.slots)
+      print(layout.positions(jnp.array([6]), jnp.array([6]), slots))
+      ```
     """
 
     if TYPE_CHECKING:
@@ -274,6 +294,12 @@ class Dense(Layout):
 
     ``max_len``: tokens that a row can hold; ``init_cache`` sets it if it is None. ``grows_to``: how
     far ``kvjax.grow`` and ``kvjax.generate`` may enlarge it, None for not at all; see `Growing`.
+
+    Example:
+      ```python
+      policy = kvjax.CachePolicy(kvjax.layouts.Dense())
+      cache = kvjax.init_cache(lm.config, policy, max_len=64)
+      ```
     """
 
     max_len: int | None = None
@@ -348,6 +374,13 @@ class Growing(LayoutSpec):
     ``start``: slots at first. ``kvjax.generate`` grows the cache by itself. In your own loop, call
     ``kvjax.grow`` before a step that would exceed ``cache.max_len``: tokens that do not fit are
     dropped, and ``kvjax.check`` raises. Arrays can't grow inside ``jit``.
+
+    Example:
+      ```python
+      policy = kvjax.CachePolicy(kvjax.layouts.Growing(start=64))
+      cache = kvjax.init_cache(lm.config, policy)
+      print(cache.max_len, cache.grows_to)
+      ```
     """
 
     start: int = 256

@@ -47,6 +47,12 @@ class Paged(Layout):
 
     Slots count through the columns of a row's table: column ``c`` has slots ``c * page_size`` to
     ``(c + 1) * page_size - 1``.
+
+    Example:
+      ```python
+      policy = kvjax.CachePolicy(kvjax.layouts.Paged(page_size=16, pages=8))
+      cache = kvjax.init_cache(lm.config, policy, batch=2, max_len=64)
+      ```
     """
 
     page_size: int = 256

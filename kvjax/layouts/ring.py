@@ -43,6 +43,13 @@ class Ring(Layout):
 
     ``max_len``: tokens that a row can hold, if that needs fewer slots than window and slack; None
     if not. ``grows_to``: how far ``kvjax.generate`` may raise ``max_len``, None for not at all.
+
+    Example:
+      ```python
+      policy = kvjax.CachePolicy(kvjax.layouts.Ring(window=32, sinks=4, slack=16))
+      cache = kvjax.init_cache(lm.config, policy)
+      print(cache.max_len, cache.max_rewind)
+      ```
     """
 
     window: int | None = None

@@ -68,6 +68,13 @@ class DevicePlan:
       devices: number of devices of the mesh.
       collectives: number of collectives per step.
       bytes_sent: bytes that a device sends in the collectives of a step.
+
+    Example:
+      ```python
+      device = jax.devices()[0]
+      plan = kvjax.memory.plan_on(lm.architecture, device=device, max_len=128, prefill_chunk=64)
+      print(plan.device, plan.fits, plan.seconds)
+      ```
     """
 
     device: str
@@ -128,6 +135,13 @@ def plan_on(
         caches on the host; if this process compiles kernels for other GPUs, and the model can't be
         sent to another process.
       MissingCompilerError: if the device's compiler is not installed.
+
+    Example:
+      ```python
+      device = jax.devices()[0]
+      plan = kvjax.memory.plan_on(lm.architecture, device=device, max_len=128, prefill_chunk=64)
+      print(plan.total, plan.bytes_moved)
+      ```
     """
     model = as_plannable(model)
     chip, mesh = resolve_device_or_mesh(device)

@@ -87,6 +87,12 @@ class InferenceLimits:
       device_memory: bytes; by default the device reports it.
       prefetch_steps: how far ``generate_batches`` works ahead, in batches, and in layers of the
         next batch's cache.
+
+    Example:
+      ```python
+      limits = kvjax.memory.InferenceLimits(max_batch_size=2, max_seq_len=128)
+      result = kvjax.generate(lm, "The json module", limits=limits, max_new_tokens=8)
+      ```
     """
 
     max_batch_size: int | None = None
@@ -235,6 +241,12 @@ def what_fits(
     Raises:
       ValueError: if the device does not report its memory, or the devices can't share the heads
         evenly.
+
+    Example:
+      ```python
+      for fit in kvjax.memory.what_fits(lm.architecture, max_len=1024, memory=2**27):
+          print(fit)
+      ```
     """
     batch = as_int("batch", batch, 1, INT32_MAX)
     max_len = as_int("max_len", max_len, 1, INT32_MAX)

@@ -72,7 +72,14 @@ class PoolMap:
 
 @dataclass(frozen=True)
 class PageMap:
-    """A cache's pools, one per page group."""
+    """A cache's pools, one per page group.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy("paged", page_size=16), batch=2, max_len=64)
+      print(kvjax.memory.page_map(cache))
+      ```
+    """
 
     pools: tuple[PoolMap, ...]
 
@@ -128,6 +135,12 @@ def page_map(cache: KVCache) -> PageMap:
 
     Raises:
       ValueError: if ``cache`` is not a cache, has no paged layers, or is traced.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy("paged", page_size=16), batch=2, max_len=64)
+      print(kvjax.memory.page_map(cache).pools[0].used)
+      ```
     """
     check_arrays("kvjax.memory.page_map", cache)
     check_not_traced("kvjax.memory.page_map", cache.length)

@@ -59,6 +59,12 @@ class Plan:
       bytes_read: bytes that a decode step reads: the weights and the filled part of the cache.
       bytes_read_uncached: the same without a cache. Weights count once and activations not at all.
       beyond_context: the tokens of ``max_len`` beyond the model's training length.
+
+    Example:
+      ```python
+      plan = kvjax.plan(lm, max_len=1024, compiled=False)
+      print(plan.device, plan.flops, plan.bytes_read)
+      ```
     """
 
     batch: int
@@ -107,6 +113,12 @@ def plan(
     Raises:
       ValueError: as ``init_cache``; if ``length`` is more than ``max_len``; if the model's config
         has no ``num_attention_heads`` or ``hidden_size``.
+
+    Example:
+      ```python
+      plan = kvjax.plan(lm, kvjax.policy(bits=8), batch=4, max_len=1024, compiled=False)
+      print(plan.weights, plan.cache, plan.bytes_per_token)
+      ```
     """
     max_len = as_int("max_len", max_len, 1, INT32_MAX)
     length = as_int("length", max_len if length is None else length, 1)

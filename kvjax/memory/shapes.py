@@ -36,6 +36,13 @@ class ModelShape:
       learned_positions: rows of a position embedding, or 0.
       context: training length in tokens, if known.
       windows: one per layer, None for full attention; None if no layer has a window.
+
+    Example:
+      ```python
+      shape = kvjax.memory.ModelShape(32, 4096, 14336, 32, 8, 128, 128256)  # Llama 3 8B
+      plan = kvjax.plan(shape, kvjax.policy(bits=4), max_len=8192)
+      print(plan.weights, plan.cache)
+      ```
     """
 
     num_hidden_layers: int

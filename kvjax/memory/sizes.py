@@ -60,7 +60,13 @@ def abstract_cache(
 def cache_nbytes(
     config: CacheShape, policy: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
-    """Bytes of a cache by place, without allocating it; growing layers count at full size."""
+    """Bytes of a cache by place, without allocating it; growing layers count at full size.
+
+    Example:
+      ```python
+      print(kvjax.memory.cache_nbytes(lm.config, kvjax.policy(bits=4), batch=8, max_len=1024))
+      ```
+    """
     return nbytes(abstract_cache(config, policy, batch=batch, max_len=max_len))
 
 
@@ -99,6 +105,13 @@ def memory_report(cache: KVCache) -> list[dict[str, int | str]]:
 
     Raises:
       ValueError: if ``cache`` is not a cache.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy(bits=4), max_len=256)
+      for layer in kvjax.memory.memory_report(cache):
+          print(layer)
+      ```
     """
     check_cache("kvjax.memory.memory_report", cache)
     rows = []
@@ -244,6 +257,11 @@ def weight_bytes_read(params: PyTree, batch: int) -> int:
 
     All parameters count once. Position embeddings and untied token embeddings count only ``batch``
     rows.
+
+    Example:
+      ```python
+      print(kvjax.bench.weight_bytes_read(lm.params, batch=1))
+      ```
     """
     total = 0
     for leaf, looked_up in _tables(params):

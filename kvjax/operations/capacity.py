@@ -44,6 +44,12 @@ def grow(cache: KVCache, to: int) -> KVCache:
       ValueError: if ``to`` is less than the current capacity, or more than the layout's limit or
         the model's positions; if no layer can grow; inside ``jit``.
       CacheMemoryError: if the device or the host has too little memory.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, "dynamic")
+      cache = kvjax.grow(cache, 512)
+      ```
     """
     cache = validated("kvjax.grow", cache, outside=True)
     to = as_int("to", to, 1, INT32_MAX)
@@ -222,6 +228,12 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
     Raises:
       ValueError: as ``grow``; if the part of host layers that stays on the device, the newest
         tokens, exceeds the budget.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy("auto", memory=2**24))
+      cache, moves = kvjax.make_room(cache, 512)
+      ```
     """
     cache = validated("kvjax.make_room", cache, outside=True)
     tokens = as_int("tokens", tokens, 1)

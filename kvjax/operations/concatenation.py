@@ -40,6 +40,12 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
         devices; if their layers store numbers differently or show different tokens; if their keys
         were rotated for different lengths (dynamic, longrope); as ``convert``, if a ring has
         overwritten tokens that another cache's layout keeps.
+
+    Example:
+      ```python
+      caches = [kvjax.init_cache(lm.config, batch=n, max_len=64) for n in (1, 2)]
+      print(kvjax.concatenate(caches).batch)  # 3
+      ```
     """
     if isinstance(caches, KVCache) or not isinstance(caches, Iterable):
         raise ValueError(f"caches must be a list of caches, got a {type(caches).__name__}")

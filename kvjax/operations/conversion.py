@@ -46,6 +46,12 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     Raises:
       ValueError: if a row holds more tokens than the new cache can, or lacks tokens that the new
         layout keeps (if traced: the status ``LOST``).
+
+    Example:
+      ```python
+      cache, _ = kvjax.prefill(lm, ["The json module"], max_len=256)
+      small = kvjax.convert(cache, kvjax.policy(bits=4))
+      ```
     """
     cache = validated("kvjax.convert", cache)
     max_len = as_optional_int("max_len", max_len, 1)

@@ -60,6 +60,13 @@ def migrate(
       ValueError: if a layer does not exist, ``placement`` is not a placement, the cache is used up,
         the mesh does not divide the rows, or both ``layers`` and ``mesh`` are given; inside
         ``jit``.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=256)
+      cache = kvjax.migrate(cache, kvjax.Host(), layers=[2, 3])
+      print(kvjax.nbytes(cache))
+      ```
     """
     cache = validated("kvjax.migrate", cache, outside=True)
     if mesh is not KEEP:

@@ -26,7 +26,14 @@ from kvjax.placement.order import AS_IS, Order
 
 @automatic_axes
 def fork(cache: KVCache) -> KVCache:
-    """Copy a cache. The copy survives the donation of the original."""
+    """Copy a cache. The copy survives the donation of the original.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      kept = kvjax.fork(cache)  # survives when ``cache`` is donated
+      ```
+    """
     cache = validated("kvjax.fork", cache, between=False)
     copied = _map_rows(cache, LayerCache.copy, jnp.copy)
     return replace(copied, pools=jax.tree.map(jnp.copy, cache.pools))
@@ -46,6 +53,12 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     Raises:
       ValueError: if ``rows`` is not a list of integers, or has an index out of range (if traced:
         the nearest row is taken and gets the status ``NO_SUCH_ROW``).
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, batch=3, max_len=64)
+      cache = kvjax.select(cache, [2, 0])  # two rows, in this order
+      ```
     """
     cache = validated("kvjax.select", cache, between=False)
     index = as_int_array("rows must be a list of integers", rows)
@@ -74,6 +87,12 @@ def repeat(cache: KVCache, times: int) -> KVCache:
 
     Raises:
       ValueError: if ``times`` is not a positive integer.
+
+    Example:
+      ```python
+      cache, logits = kvjax.prefill(lm, ["The json module"], max_len=64)
+      cache, logits = kvjax.repeat(cache, 4), jnp.repeat(logits, 4, axis=0)
+      ```
     """
     cache = validated("kvjax.repeat", cache, between=False)
     times = as_int("times", times, 1)
@@ -122,6 +141,12 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
 
     Raises:
       ValueError: if ``rows`` is not bool[batch].
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, batch=2, max_len=64)
+      cache = kvjax.reset(cache, jnp.array([True, False]))
+      ```
     """
     cache = validated("kvjax.reset", cache)
     keep = jnp.zeros(cache.batch, bool)
@@ -157,6 +182,12 @@ def rewindable(cache: KVCache) -> PerRow:
 
     A ring overwrites tokens beyond its window and slack, so it can't go back to where it would need
     them.
+
+    Example:
+      ```python
+      cache, _ = kvjax.prefill(lm, ["The json module"], max_len=64)
+      print(kvjax.rewindable(cache))  # how many tokens each row can forget
+      ```
     """
     cache = validated("kvjax.rewindable", cache)
     per_layer = [
@@ -183,6 +214,12 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     Raises:
       ValueError: if ``tokens`` is not an integer or int32[batch], or is negative (if traced: the
         status).
+
+    Example:
+      ```python
+      cache, _ = kvjax.prefill(lm, ["The json module"], max_len=64)
+      cache = kvjax.rewind(cache, 1)  # without the last token of the prompt
+      ```
     """
     cache = validated("kvjax.rewind", cache)
     back = as_int_array("tokens must be an integer, or one per row", tokens)

@@ -111,6 +111,13 @@ def save_cache(
         call, or partly held by other processes; inside ``jit``.
       CacheOverflowError: if ``check`` raises it for the cache.
       CheckpointError: if ``path`` holds anything else.
+
+    Example:
+      ```python
+      result = kvjax.generate(lm, "The json module", max_new_tokens=8)
+      kvjax.save_cache("my-cache", result.cache, model=lm)
+      cache, tokens = kvjax.load_cache("my-cache", model=lm)
+      ```
     """
     cache = unstack(validated("kvjax.save_cache", cache, outside=True))
     check(cache)
@@ -204,7 +211,15 @@ def _filled(cache: KVCache, entry: int) -> int:
 
 
 class SavedCache(NamedTuple):
-    """The result of ``load_cache``: the cache, and the tokens saved with it or None."""
+    """The result of ``load_cache``: the cache, and the tokens saved with it or None.
+
+    Example:
+      ```python
+      kvjax.save_cache("my-cache", kvjax.init_cache(lm.config, max_len=64), model=lm)
+      saved = kvjax.load_cache("my-cache", model=lm)
+      print(saved.cache.length, saved.tokens)
+      ```
+    """
 
     cache: KVCache
     tokens: list[list[int]] | None
@@ -233,6 +248,13 @@ def load_cache(
       CheckpointError: if the folder holds no cache, or a cache of another model, or if a file was
         truncated or modified.
       ValueError: if ``max_len`` is less than the saved capacity; as ``grow`` and ``migrate``.
+
+    Example:
+      ```python
+      result = kvjax.generate(lm, "The json module", max_new_tokens=8)
+      kvjax.save_cache("my-cache", result.cache, model=lm)
+      cache, tokens = kvjax.load_cache("my-cache", model=lm, max_len=128)
+      ```
     """
     max_len = as_optional_int("max_len", max_len, 1)
     metadata, arrays = read_folder(path)

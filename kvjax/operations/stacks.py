@@ -38,6 +38,13 @@ def stack(cache: KVCache) -> KVCache:
       ValueError: if a layer reads another layer's keys, the policy is ``policy("auto")``, or
         identical layers hold different tokens, for example after converting one of them (if traced:
         the status ``LOST``).
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, max_len=64)
+      stacked = kvjax.stack(cache)
+      print(stacked.layers[0].keys.shape)  # [layers, batch, kv_heads, max_len, head_dim]
+      ```
     """
     cache = validated("kvjax.stack", cache)
     if cache.stacks is not None:
@@ -67,7 +74,14 @@ def stack(cache: KVCache) -> KVCache:
 
 @automatic_axes
 def unstack(cache: KVCache) -> KVCache:
-    """Give every layer arrays of its own again. All arrays are copied."""
+    """Give every layer arrays of its own again. All arrays are copied.
+
+    Example:
+      ```python
+      stacked = kvjax.init_cache(lm.config, max_len=64, stacked=True)
+      cache = kvjax.unstack(stacked)
+      ```
+    """
     cache = validated("kvjax.unstack", cache)
     if cache.stacks is None:
         return cache

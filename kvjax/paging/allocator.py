@@ -60,6 +60,13 @@ class PageAllocator:
 
     No page has two writers: rows only write after their last token, and a shared page is copied
     before that.
+
+    Example:
+      ```python
+      pool = kvjax.paging.PageAllocator.create(pages=8, rows=2, columns=4)
+      pool, fits = jax.tree.map(jnp.asarray, pool).allocate(row=0, pages=2)
+      print(pool.table)
+      ```
     """
 
     table: Array

@@ -30,6 +30,12 @@ class Device:
     ``mesh_sharding``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate``
     set. ``compute_target``: the kind of device that computes with the arrays, set when a cache is
     made.
+
+    Example:
+      ```python
+      cache = kvjax.init_cache(lm.config, kvjax.policy("offloaded"), max_len=64)
+      cache = kvjax.migrate(cache, kvjax.Device())
+      ```
     """
 
     mesh_sharding: MeshSharding | None = field(default=None, kw_only=True, repr=False)
@@ -147,6 +153,13 @@ class Host(Device):
     layer ``i`` is computed, and up to ``k + 1`` bodies are on the device. This is meant for
     accelerators, and has no effect on stacks. Whether accelerators overlap these copies with
     computation has not been measured; a TPU's compiler places them in a conditional.
+
+    Example:
+      ```python
+      policy = kvjax.CachePolicy(placement=kvjax.Host(prefetch=1))
+      cache = kvjax.init_cache(lm.config, policy, max_len=256)
+      print(kvjax.nbytes(cache))  # bytes on the device and on the host
+      ```
     """
 
     prefetch: int = 0

@@ -45,6 +45,12 @@ def make_mesh(
       ValueError: if a number is not a positive integer, there are too few devices, or ``devices``
         is not a list of different devices.
       MissingCompilerError: if ``devices`` is a name whose compiler is not installed.
+
+    Example:
+      ```python
+      mesh = kvjax.make_mesh(tensor=1)  # tensor=2 divides heads and weights among two devices
+      cache = kvjax.init_cache(lm.config, max_len=64, mesh=mesh)
+      ```
     """
     sizes = {DATA: data, TENSOR: tensor, SEQUENCE: sequence}
     sizes = {name: as_int(name, size, 1) for name, size in sizes.items()}

@@ -26,6 +26,14 @@ class CachePolicy:
     KIVI; the logits then depend on that division.
 
     ``raw``: the codecs of the tail's keys and values, which ``resolve`` sets; None without a tail.
+
+    Example:
+      ```python
+      from kvjax.codecs import Int4, Int8
+
+      policy = kvjax.CachePolicy(kvjax.layouts.Dense(), keys=Int8(), values=Int4())
+      cache = kvjax.init_cache(lm.config, policy, max_len=64)
+      ```
     """
 
     layout: Any = field(default_factory=Dense)
@@ -200,6 +208,13 @@ class Hybrid:
     """One policy for layers with full attention, another for layers with a window.
 
     The model's config gives the windows.
+
+    Example:
+      ```python
+      ring = kvjax.CachePolicy(kvjax.layouts.Ring())
+      policy = kvjax.policies.Hybrid(full=kvjax.CachePolicy(), sliding=ring)
+      cache = kvjax.init_cache(lm.config, policy, max_len=64)
+      ```
     """
 
     full: CachePolicy

@@ -79,6 +79,13 @@ def policy(
 
     Raises:
       ValueError: if the name or the dtype is unknown, or the policy does not have a setting.
+
+    Example:
+      ```python
+      kvjax.policy("static", bits=4)  # 4-bit keys and values
+      kvjax.policy("sliding_window", window=128, sinks=4)
+      cache = kvjax.init_cache(lm.config, kvjax.policy("quantized"), max_len=64)
+      ```
     """
     if name not in PRESETS:
         known = ", ".join(map(repr, PRESETS))
@@ -128,7 +135,14 @@ def policy(
 @dataclass(frozen=True)
 class Edges:
     """One policy for most layers, another for the ``first`` and the ``last`` ones, which often lose
-    more by quantization: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``."""
+    more by quantization: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``.
+
+    Example:
+      ```python
+      policy = kvjax.policies.Edges(kvjax.policy(bits=2), kvjax.policy(bits=8), first=1, last=1)
+      cache = kvjax.init_cache(lm.config, policy, max_len=64)
+      ```
+    """
 
     inner: PolicyChoice
     edge: PolicyChoice
@@ -157,6 +171,13 @@ class Auto:
     ``inner``: the policy of the layers, as for ``init_cache``. ``memory``: device memory that the
     cache may use, in bytes; with None, ``generate`` decides, which knows the weights.
     ``placement``: where layers are moved that exceed it.
+
+    Example:
+      ```python
+      policy = kvjax.policies.Auto(kvjax.policy("dynamic"), memory=2**20)
+      result = kvjax.generate(lm, "The json module", cache=policy, max_new_tokens=8)
+      print(result.stats.moves)
+      ```
     """
 
     inner: PolicyChoice
@@ -259,6 +280,12 @@ def transformers_policy(
 
     Raises:
       ValueError: if the backend does not support a setting.
+
+    Example:
+      ```python
+      policy = kvjax.policies.transformers_policy("quanto", nbits=4, q_group_size=64)
+      cache = kvjax.init_cache(lm.config, policy, max_len=256)
+      ```
     """
     backends = {
         "quanto": ((2, 4), {0: "token", -1: "channel"}),

@@ -34,6 +34,13 @@ class PrefixStats:
     ``free_pages``, ``used_pages``, ``cached_pages``: for each pool its free pages, pages that only
     running requests use, and pages that the tree keeps; ``evicted``: pages and checkpoints evicted
     so far.
+
+    Example:
+      ```python
+      tree = kvjax.PrefixTree(lm, pages=16, max_len=512)
+      stats = tree.stats()
+      print(stats.hits, stats.cached_tokens, stats.bytes)
+      ```
     """
 
     prompts: int
@@ -142,6 +149,13 @@ class PrefixTree:
       ValueError: if no layer is paged, a layer keeps whole sequences outside of pages, the policy
         moves layers while it runs, the mesh splits rows over devices, or the size of the pools is
         missing or given twice.
+
+    Example:
+      ```python
+      tree = kvjax.PrefixTree(lm, pages=16, max_len=512)
+      result = kvjax.generate(lm, "The json module", prefix_cache=tree, max_new_tokens=8)
+      print(tree.stats().hit_rate)
+      ```
     """
 
     @allow_host_to_device

@@ -221,6 +221,13 @@ def evaluate(
     Raises:
       ValueError: if the text has fewer than two tokens, a number is out of range, or no
         prediction of a lossy policy sees encoded tokens.
+
+    Example:
+      ```python
+      text = "An iterator is an object that returns its elements one at a time. " * 16
+      metrics = kvjax.evaluate(lm, text, {"2 bits": kvjax.policy(bits=2)}, context=192, windows=1)
+      print(metrics["2 bits"].overall.perplexity)
+      ```
     """
     refuse_encoder("an evaluation", lm)
     check_device(lm)

@@ -108,6 +108,12 @@ def rollout(
     Raises:
       ValueError: as ``generate``; if the parameters don't match the model's, or the buffer has
         other shapes.
+
+    Example:
+      ```python
+      rollout = kvjax.rollout(lm, lm.params, ["The json module"], n=2, max_new_tokens=8, seed=1)
+      print(rollout.tokens.shape, rollout.logprobs)
+      ```
     """
     check_model(lm, inside=True)
     if put:

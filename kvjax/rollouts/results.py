@@ -26,6 +26,13 @@ class Rollout:
     are not finite, or with an invalid traced prompt; nothing was sampled from these logits, and
     other rows are not affected. ``cache``: holds all tokens of each row but the last. Pass it as
     ``buffer`` to the next rollout.
+
+    Example:
+      ```python
+      rollout = kvjax.rollout(lm, lm.params, ["The json module"], n=2, max_new_tokens=8).check()
+      trainer_positions = rollout.align(rollout.sampling_logprobs)
+      print(rollout.mask.shape == trainer_positions.shape, rollout.finish_reasons)
+      ```
     """
 
     tokens: Array

@@ -41,6 +41,12 @@ class Compiled:
       executables: JAX's compiled programs by name (``"prefill 16"``, ``"decode"``, for a growing
         cache ``"decode of 256"``), with ``.as_text()`` and ``.memory_analysis()``. The program of
         the first token is included for another ``device`` only.
+
+    Example:
+      ```python
+      compiled = kvjax.compile(lm, max_len=64)
+      print(compiled.temporaries, list(compiled.executables))
+      ```
     """
 
     seconds: float
@@ -99,6 +105,12 @@ def compile(
       ValueError: as ``generate``; if ``policy`` is a cache; if the device is unknown, or can't
         compile for caches on the host.
       MissingCompilerError: if the compiler of ``device`` is not installed.
+
+    Example:
+      ```python
+      compiled = kvjax.compile(lm, max_len=64)
+      print(compiled.programs, "programs in", compiled.seconds, "s")
+      ```
     """
     if device is None and not hasattr(lm, "params"):
         raise ValueError(

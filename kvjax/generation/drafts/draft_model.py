@@ -39,6 +39,13 @@ class PromptLookup:
     rows. ``min_ngram``: tokens that must match; ``max_ngram``: beyond these, a longer match counts
     no more. ``adaptive``: whether to draft fewer tokens, or none for a while, when few are
     accepted. Without it, drafts always have ``num_draft_tokens`` tokens.
+
+    Example:
+      ```python
+      draft = kvjax.PromptLookup(num_draft_tokens=3, min_ngram=2)
+      result = kvjax.generate(lm, "import json; import json;", draft=draft, max_new_tokens=8)
+      print(result.stats.speculation)
+      ```
     """
 
     num_draft_tokens: int | None = None
@@ -61,6 +68,12 @@ class DraftModel:
     ``lm``: the draft model. It needs the target's tokenizer. It may be the first layers of the
     target (``kvjax.models.first_layers``; Elhoushi et al., LayerSkip, arXiv:2404.16710).
     ``num_draft_tokens``, ``adaptive``: as for ``PromptLookup``. ``cache``: the policy of its cache.
+
+    Example:
+      ```python
+      draft = kvjax.DraftModel(models.first_layers(lm, 2), num_draft_tokens=3)
+      result = kvjax.generate(lm, "The json module", draft=draft, max_new_tokens=8)
+      ```
     """
 
     lm: LanguageModel

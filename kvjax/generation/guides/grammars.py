@@ -19,19 +19,19 @@ from kvjax.generation.loaded_model import LanguageModel
 class Guides:
     """Creates guides for a model. The tokenizer is prepared once for all of them.
 
-    ::
-
-        guides = kvjax.Guides(lm)
-        point = guides.json_schema({"type": "object", ...})
-        kvjax.generate(lm, ["A point: ", "Another: "], guide=point)
-        engine.submit("A point: ", guide=point.copy())
-
     ``generate`` copies its guides. An engine advances a guide itself, so every request needs its
-    own copy. At the end of its grammar, a guide allows end-of-text tokens only.
+    own: ``engine.submit(prompt, guide=guide.copy())``. At the end of its grammar, a guide allows
+    end-of-text tokens only.
 
     Raises:
       ValueError: if llguidance is not installed, or the model has no ``tokenizer.json`` or no
         end-of-text token.
+
+    Example:
+      ```python
+      guide = kvjax.Guides(lm).json_schema({"type": "boolean"})
+      result = kvjax.generate(lm, "Is it true? ", guide=guide, max_new_tokens=8)
+      ```
     """
 
     def __init__(self, lm: LanguageModel) -> None:
