@@ -23,11 +23,12 @@ SLOW = {
     "bench.Cell", "bench.Split", "bench.measure", "chats.ChatStats", "chats.Turn",
     "codecs.Codec", "codecs.Quantized", "codecs.dequantize_kv", "codecs.quantize_kv",
     "compile", "concatenate", "convert", "engine.EngineStats", "engine.Handle", "evaluate",
-    "generation.Compiled", "generation.Scored", "language_model", "load_cache",
-    "memory.DevicePlan", "memory.plan_on", "memory.what_fits", "migrate",
+    "generation.Batch", "generation.Compiled", "generation.Scored", "language_model",
+    "load_cache", "memory.DevicePlan", "memory.plan_on", "memory.what_fits", "migrate",
     "models.Architecture", "models.Gemma3nConfig", "models.first_layers",
-    "models.model_rotary", "paging.PageAllocator", "policies.Auto", "prefixes.PrefixStats",
-    "rollout", "rollouts.Rollout", "save_cache", "score", "stack", "stream",
+    "models.model_rotary", "operations.SavedCache", "paging.PageAllocator", "policies.Auto",
+    "prefixes.PrefixStats", "repeat", "rollout", "rollouts.Rollout", "save_cache", "score",
+    "stack", "stream",
 }  # fmt: skip
 """Examples that compile several programs. Those of adapters, which import a framework, are slow
 too."""
