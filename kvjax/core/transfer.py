@@ -43,7 +43,7 @@ def _to_device_memory(x: Any) -> jax.Array:
     if not isinstance(x, jax.Array):
         return jnp.asarray(x)
     kind = default_memory_kind(next(iter(x.devices())))
-    if x.sharding.memory_kind in (None, kind):
+    if kind is None or x.sharding.memory_kind in (None, kind):
         return x
     return jax.device_put(x, x.sharding.with_memory_kind(kind))
 

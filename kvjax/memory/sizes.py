@@ -4,7 +4,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +99,22 @@ def bytes_per_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str
     return totals
 
 
-def memory_report(cache: KVCache) -> list[dict[str, int | str]]:
+class LayerReport(TypedDict):
+    """Where a layer is: its layout, codecs and placement, JAX's kind of its memory, the bytes of
+    its body and tail, and its capacity in tokens."""
+
+    layer: int
+    layout: str
+    keys: str
+    values: str
+    place: str
+    memory: str
+    body: int
+    tail: int
+    tokens: int | None
+
+
+def memory_report(cache: KVCache) -> list[LayerReport]:
     """One dict per layer: layout, codecs, placement, JAX's memory kind, bytes of body and tail, and
     capacity in tokens.
 
@@ -114,7 +129,7 @@ def memory_report(cache: KVCache) -> list[dict[str, int | str]]:
       ```
     """
     check_cache("kvjax.memory.memory_report", cache)
-    rows = []
+    rows: list[LayerReport] = []
     for number, layer in enumerate(cache.layers):
         leaves = jax.tree.leaves((layer.keys, layer.values))
         arrays = [x for x in leaves if getattr(x, "sharding", None) is not None]
