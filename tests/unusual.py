@@ -341,7 +341,7 @@ class World:
         while self.engine.step():
             text += handle.take().text
         assert text + handle.take().text == handle.text
-        assert handle.error is None and sum(self.engine.stats().used) == 0
+        assert handle.error is None and sum(self.engine.stats().used_pages) == 0
         return Told(handle.text, list(handle.tokens), str(handle.finish_reason), handle.logprobs)
 
     def post(self, path: str, body: Any) -> httpx.Response:
