@@ -326,7 +326,7 @@ def _attend(
 _attend_once = jax.jit(_attend, static_argnames=("target", "path"))
 
 
-def _is_cacheable(leaves: list[object], form: Any) -> bool:
+def _is_cacheable(leaves: list[object], form: object) -> bool:
     """Whether the trace of a bias can be cached: its leaves are arrays, and its structure is
     hashable."""
     try:

@@ -17,7 +17,7 @@ from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, Scalar
 from kvjax.core.validation import is_traced
-from kvjax.placement.order import arrange
+from kvjax.placement.order import Orders, arrange
 from kvjax.policies.cache_policy import CachePolicy
 
 
@@ -98,7 +98,7 @@ class LayerCache:
         return arrays and all(jax.typeof(x).memory_space == space for x in body)
 
     @property
-    def orders(self) -> tuple[PyTree, PyTree]:
+    def orders(self) -> tuple[Orders, Orders]:
         """The orders in which the arrays of keys and of values are kept."""
         return self.policy.orders(self.kv_heads, self.head_dim)
 

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
 
 from kvjax.cache.layer import LayerCache, Strip, Tail, unstacked
 from kvjax.codecs import (
@@ -30,7 +29,7 @@ from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.typing import Array, Cursors, PerRow
 from kvjax.layouts import Layout, LayoutSlice, Region, Shard, Split, mask_slots, split_slots
 from kvjax.placement.device import Device
-from kvjax.placement.order import AS_IS, restore
+from kvjax.placement.order import AS_IS, Orders, restore
 from kvjax.placement.pages import fit_units, read_pages
 
 
@@ -112,7 +111,7 @@ class Section:
     whole: bool = False
     rotary: RotaryTable | None = None
     placement: Device = field(default_factory=Device)
-    orders: tuple[PyTree, PyTree] = (AS_IS, AS_IS)
+    orders: tuple[Orders, Orders] = (AS_IS, AS_IS)
     pages: Array | None = None
     page: int = 1
     layer: Array | None = None

@@ -18,6 +18,7 @@ from jax import lax
 from jaxtyping import PyTree
 
 from kvjax.core.pytree import pytree_dataclass
+from kvjax.core.target import JaxDevice
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow
 from kvjax.engine.programs import EngineState, LayerGroups
@@ -171,7 +172,7 @@ class BeamSearchState:
         active = state.score[0] > -np.inf
         self.active, self._pending = np.flatnonzero(active).tolist(), (token, parent, active)
 
-    def _advance(self, logprobs: np.ndarray, eos: np.ndarray) -> tuple[Any, Any]:
+    def _advance(self, logprobs: np.ndarray, eos: np.ndarray) -> PyTree:
         search, limit = self._search, np.int32(self._request.max_new_tokens)
         numbers: Any = (
             np.float32(search.length_penalty),
@@ -271,7 +272,7 @@ def _without_forbidden(score: TokenScore) -> TokenScore:
 
 
 @functools.cache
-def _cpu() -> Any:
+def _cpu() -> JaxDevice | None:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX has no CPU backend here

@@ -1,6 +1,6 @@
 """The cache of an engine on the device, and the dispatch of programs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -143,7 +143,7 @@ class ModelRunner:
         padded[0, :count] = tokens
         if mask is not None:
             allowed[0] = mask
-        arrays: dict[str, Any] = {
+        arrays = {
             "rows": rows,
             "tokens": padded,
             "lengths": np.array([count], np.int32),
@@ -234,7 +234,9 @@ class ModelRunner:
         """Set a row to what ``save_row`` returned."""
         self.dispatch(programs.restore_row, np.int32(row), layers, progress)
 
-    def restore_checkpoint(self, row: int, arrays: Sequence[Any], fresh: Sequence[int]) -> None:
+    def restore_checkpoint(
+        self, row: int, arrays: Sequence[np.ndarray], fresh: Sequence[int]
+    ) -> None:
         """Set a row to a checkpoint of the prefix cache; ``fresh``: for each cache group, the row's
         page that is partly full, or -1."""
         cache = self._state.cache
@@ -289,7 +291,7 @@ class ModelRunner:
         jax.block_until_ready(self._state_with_pages())
         return len(self.chunk_widths) + len(self.batch_sizes)
 
-    def dispatch(self, program: Any, *args: Any, **static: Any) -> Any:
+    def dispatch(self, program: Callable[..., PyTree], *args: PyTree, **static: object) -> PyTree:
         """Call a program that takes and returns the donated ``EngineState``; returns the rest."""
         self._state, output = program(self._state_with_pages(), *args, **static)
         self.prefixes.pool.adopt(self._state.cache.layers)
@@ -304,7 +306,7 @@ class ModelRunner:
         ]
         return replace(self._state, cache=replace(cache, layers=tuple(layers)))
 
-    def _empty_history(self, rows: int) -> Any:
+    def _empty_history(self, rows: int) -> TokenHistory | None:
         return make_history(
             [[]] * rows,
             vocab=self.lm.config.vocab_size,

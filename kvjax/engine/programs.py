@@ -7,7 +7,6 @@ tails and windows. So the host can dispatch the next program before this one has
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -203,11 +202,11 @@ def decode(
     def active(step: Array, progress: Progress) -> RowMask:
         return decoding & (step < inputs.rounds) & ~progress.done
 
-    def any_active(carry: Any) -> Array:
+    def any_active(carry: PyTree) -> Array:
         step, _, progress, *_ = carry
         return jnp.any(active(step, progress))
 
-    def one_round(carry: Any) -> Any:
+    def one_round(carry: PyTree) -> PyTree:
         step, context, progress, history, outputs = carry
         now = active(step, progress)
         with ragged_batches(exact=exact):
@@ -338,7 +337,7 @@ def program_context(
     cache: KVCache, length: PerRow, tables: tuple[Array, ...], **changes: Array
 ) -> Cached:
     """The cache with the lengths and page tables that the host passes to a program."""
-    pools: Any = tuple(
+    pools = tuple(
         FixedPageTables(table, page_group.layout.pool or 0)
         for table, page_group in zip(tables, cache.page_groups, strict=True)
     )

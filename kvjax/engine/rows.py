@@ -361,7 +361,7 @@ class SamplingState:
 
 def _row_params(sampling: SamplingArrays, limit: int, logprobs: int, search: bool) -> RowParams:
     """``RowParams`` of a single row, padded to the width that all rows have."""
-    arrays: dict[str, Any] = {}
+    arrays = {}
     for each in fields(SamplingArrays):
         array = np.asarray(getattr(sampling, each.name))
         if each.name in _PADDING:

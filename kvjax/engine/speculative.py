@@ -101,8 +101,7 @@ def propose(
     def choose(
         progress: Progress, history: TokenHistory, logits: Logits, limit: PerRow
     ) -> tuple[Progress, TokenHistory]:
-        chosen: Any = choose_tokens(progress, history, logits, filters, settings, limit)
-        return chosen
+        return choose_tokens(progress, history, logits, filters, settings, limit)
 
     newest: Any = verify.tokens[:, 0]
     none_broken = jnp.zeros_like(drafting)
@@ -252,11 +251,11 @@ def verify(
     no_forced = -jnp.ones_like(count)
     empty = jnp.zeros((rows, places), jnp.int32), Scores.zeros((rows, places), MAX_LOGPROBS)
 
-    def any_accepting(carry: Any) -> Array:
+    def any_accepting(carry: PyTree) -> Array:
         place, accepting, *_ = carry
         return (place < places) & jnp.any(accepting)
 
-    def one_place(carry: Any) -> Any:
+    def one_place(carry: PyTree) -> PyTree:
         place, accepting, progress, history, outputs = carry
         here, allowed, draft = (
             lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False)

@@ -1,7 +1,6 @@
 """Counters and current use of an engine."""
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 
 @dataclass
@@ -39,7 +38,7 @@ class Counters:
     host_seconds: float = 0.0
     waiting_seconds: float = 0.0
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, int | float]:
         """The counters by name."""
         return {field.name: getattr(self, field.name) for field in fields(Counters)}
 

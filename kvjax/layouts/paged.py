@@ -175,7 +175,7 @@ class Paged(Layout):
             return jnp.broadcast_to(columns, (*written.shape, self.columns))
         return self._page_in(columns, written[:, None])
 
-    def _page_in(self, columns: Any, written: Any) -> Any:
+    def _page_in(self, columns: jax.Array, written: jax.Array) -> jax.Array:
         newest = jnp.maximum(written - 1, 0) // self.page_size
         page = newest - (newest - columns) % (self.columns - self.sink_pages)
         return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
@@ -185,7 +185,7 @@ class Paged(Layout):
         by ``rewindable`` tokens."""
         return xp(written).maximum(written - self._kept, 0) // self.page_size
 
-    def is_kept(self, pages: Any, written: Any) -> Any:
+    def is_kept(self, pages: jax.Array, written: jax.Array) -> jax.Array:
         """Whether queries may still see ``pages``."""
         return (pages >= self.gone_before(written)) | (pages < self.sink_pages)
 
@@ -221,7 +221,7 @@ class Paged(Layout):
         column = self.column_of(positions // self.page_size)
         return column * self.page_size + positions % self.page_size
 
-    def region_layouts(self) -> Sequence[tuple[Region, Any]]:
+    def region_layouts(self) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
         """A page may hold sinks and other tokens. Each region then reads whole pages from the first
         on, and counts only its own slots."""
         if not self.sinks:
@@ -266,7 +266,7 @@ class Paged(Layout):
         return jnp.maximum(length - kept, 0)
 
 
-def unpaged_layout(layout: LayoutSpec) -> Any:
+def unpaged_layout(layout: LayoutSpec) -> LayoutSpec:
     """The layout inside a paged one; any other layout as it is."""
     return layout.inner if isinstance(layout, Paged) else layout
 

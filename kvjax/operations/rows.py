@@ -404,7 +404,7 @@ def _unit_copier(
     def copy_units(store: Array, order: Order) -> Array:
         shape = [1, *store.shape[1:]]
         shape[order.axis] = size * order.stride
-        like: Any = jax.ShapeDtypeStruct(tuple(shape), store.dtype)
+        like = jax.ShapeDtypeStruct(tuple(shape), store.dtype)
         units = order.slice_row(store, base + source, start, like)
         return order.update_row(store, base + row, start, placement.far(placement.near(units)))
 

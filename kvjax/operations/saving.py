@@ -166,7 +166,7 @@ def _on_one_device(cache: KVCache) -> KVCache:
     return replace(cache, layers=tuple(layers))
 
 
-def _settings(cache: KVCache) -> tuple[Any, ...]:
+def _settings(cache: KVCache) -> tuple[object, ...]:
     """The static fields of a cache."""
     layers = tuple((x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers)
     return layers, cache.sources, cache.positions, cache.rotary_len, cache.budget

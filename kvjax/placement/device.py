@@ -19,6 +19,7 @@ from kvjax.core.transfer import to_device_memory
 from kvjax.core.validation import is_traced, normalize_int_field
 from kvjax.layouts import Shard
 from kvjax.placement.mesh import SEQUENCE, MeshSharding
+from kvjax.placement.order import Orders
 
 _T = TypeVar("_T")
 
@@ -109,7 +110,7 @@ class Device:
             return self.put(tree)
         return self.mesh_sharding.put(tree, self.mesh_sharding.token_spec)
 
-    def store(self, body: _T, orders: Any) -> _T:
+    def store(self, body: _T, orders: Orders) -> _T:
         """Move the arrays of a body, which have these ``orders``, to where bodies are stored."""
         if self.mesh_sharding is not None:
             return self.mesh_sharding.put_bodies(body, orders)
@@ -178,7 +179,7 @@ class Host(Device):
     def ahead(self) -> int:
         return self.prefetch
 
-    def store(self, body: _T, orders: Any) -> _T:
+    def store(self, body: _T, orders: Orders) -> _T:
         if self.memory_kind is None:  # callers delete the old arrays, so make new ones
             body = jax.device_put(body, may_alias=False)
         if self.mesh_sharding is not None:

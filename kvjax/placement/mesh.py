@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 from jaxtyping import PyTree
 
 from kvjax.core.mesh_context import check_mesh_context
@@ -16,7 +17,7 @@ from kvjax.core.target import Target, default_device, target_of
 from kvjax.core.topology import target_devices
 from kvjax.core.transfer import default_memory_kind, put_on_mesh
 from kvjax.core.validation import as_int, is_traced
-from kvjax.placement.order import Order
+from kvjax.placement.order import Order, Orders
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
 """The axes that divide the rows, the heads and the slots."""
@@ -211,11 +212,11 @@ class MeshSharding:
         """Whether all devices can have the same number of query heads."""
         return heads % (self.heads * self.copies) == 0
 
-    def body_specs(self, body: Any, orders: Any) -> Any:
+    def body_specs(self, body: PyTree, orders: Orders) -> PyTree:
         """The specs of the arrays of a body, whose axes of slots ``orders`` name. Arrays that the
         heads share are not divided along ``tensor``."""
 
-        def one(x: Any, order: Order) -> PartitionSpec:
+        def one(x: jax.Array, order: Order) -> PartitionSpec:
             if order.axis == 1:  # heads come after it
                 return self.spec(DATA, SEQUENCE, TENSOR if order.separate_heads else None)
             between = [None] * (order.axis - 2)
@@ -246,23 +247,25 @@ class MeshSharding:
         self.check_context()
         return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 
-    def put_bodies(self, body: _T, orders: Any, kind: str | None = None) -> _T:
+    def put_bodies(self, body: _T, orders: Orders, kind: str | None = None) -> _T:
         """Put the arrays of a body on the mesh. Works inside ``jit``."""
         return self.put_with_specs(body, self.body_specs(body, orders), kind)
 
-    def put_with_specs(self, tree: _T, specs: Any, kind: str | None = None) -> _T:
+    def put_with_specs(self, tree: _T, specs: PyTree, kind: str | None = None) -> _T:
         """Put a pytree of arrays on the mesh, with these specs. Works inside ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)
 
-    def _put(self, x: Any, spec: PartitionSpec, kind: str | None) -> Any:
+    def _put(self, x: ArrayLike, spec: PartitionSpec, kind: str | None) -> ArrayLike:
         near = put_on_mesh(x, self.sharding(spec)) if kind is None or is_traced(x) else x
         if is_traced(near) and isinstance(self.mesh, Mesh):
             # The compiler ignores a move to the memory where the array already is.
             near = jax.lax.with_sharding_constraint(near, self.sharding(spec))
         return near if kind is None else put_on_mesh(near, self.sharding(spec, kind))
 
-    def run(self, function: Callable[..., _T], in_specs: Any, out_specs: Any, *args: Any) -> _T:
+    def run(
+        self, function: Callable[..., _T], in_specs: PyTree, out_specs: PyTree, *args: PyTree
+    ) -> _T:
         """``function`` of each device's shards of ``args``, with ``jax.shard_map``."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False

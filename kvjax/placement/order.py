@@ -27,6 +27,7 @@ from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 
 _T = TypeVar("_T")
+HasShape = Array | jax.ShapeDtypeStruct
 Orders = Any
 """A pytree of orders with the structure of a store."""
 Row = Array | tuple[Array, Array]
@@ -102,7 +103,7 @@ class Order:
         shape[1 + self.axis] = size * self.stride
         return near(lax.dynamic_slice(stack, place, shape))[0]
 
-    def slice_row(self, stored: Array, row: Row, start: Array, like: Array) -> Array:
+    def slice_row(self, stored: Array, row: Row, start: Array, like: HasShape) -> Array:
         """Units of one row from ``start`` on, in the stored order and in the shape of ``like``."""
         stored, place = self._locate(stored, row, start)
         shape = (*[1] * (stored.ndim - like.ndim), *like.shape)
@@ -299,7 +300,7 @@ class PaddedTiles(Order):
 
     # A TPU slices host memory along a single axis, so rows and units are joined first.
 
-    def slice_row(self, stored: Array, row: Row, start: Array, like: Array) -> Array:
+    def slice_row(self, stored: Array, row: Row, start: Array, like: HasShape) -> Array:
         flat, begin = self._flatten(stored, row, start)
         return lax.dynamic_slice_in_dim(flat, begin, like.shape[1])[None]
 

@@ -14,12 +14,12 @@ from kvjax.core.target import current_platform
 from kvjax.core.typing import Array, PerRow
 from kvjax.layouts import Run
 from kvjax.placement.device import Device
-from kvjax.placement.order import Order
+from kvjax.placement.order import Order, Orders
 
 
 def read_pages(
     stores: Store,
-    orders: Any,
+    orders: Orders,
     placement: Device,
     table: Array,
     page: int,
@@ -110,7 +110,7 @@ def _one_by_one(
 
     def one(page: Array) -> Array:
         at = page if layer is None else (layer, page)
-        part: Array = order.slice_row(store, at, begin // order.stride, like)  # type: ignore[arg-type]
+        part: Array = order.slice_row(store, at, begin // order.stride, like)
         return placement.near(part)[0]
 
     known = jnp.clip(pages, 0, of_pages[0] - 1)
@@ -120,7 +120,7 @@ def _one_by_one(
 
 
 def copy_pages(
-    stores: Store, orders: Any, placement: Device, source: Array, target: Array
+    stores: Store, orders: Orders, placement: Device, source: Array, target: Array
 ) -> Store:
     """Copy pages ``source`` to ``target``, int32[n] each, -1 for none, in place.
 
@@ -133,7 +133,7 @@ def copy_pages(
 
         def copy(number: Array, into: Array) -> Array:
             known = jnp.clip(source[number], 0, store.shape[0] - 1)
-            page = order.slice_row(into, known, start, like)  # type: ignore[arg-type]
+            page = order.slice_row(into, known, start, like)
             there = (source[number] >= 0) & (target[number] >= 0)
             at = jnp.where(there, target[number], known)  # -1: copy a page onto itself
             return order.update_row(into, at, start, placement.far(placement.near(page)))
@@ -159,14 +159,14 @@ def to_pages(stores: Store, table: Array, page: int, pages: int) -> Store:
     return jax.tree.map(one, stores)
 
 
-def gather_pages(stores: Store, orders: Any, placement: Device, pages: Array) -> Store:
+def gather_pages(stores: Store, orders: Orders, placement: Device, pages: Array) -> Store:
     """The contents of ``pages``, int32[n], on the device: [n, ...]; undefined for -1."""
 
     def one(store: Array, order: Order) -> Array:
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
 
         def of(page: Array) -> Array:
-            part: Array = order.slice_row(store, page, jnp.int32(0), like)  # type: ignore[arg-type]
+            part: Array = order.slice_row(store, page, jnp.int32(0), like)
             return placement.near(part)[0]
 
         return lax.map(of, jnp.clip(pages, 0, store.shape[0] - 1))
@@ -175,7 +175,7 @@ def gather_pages(stores: Store, orders: Any, placement: Device, pages: Array) ->
 
 
 def scatter_pages(
-    stores: Store, orders: Any, placement: Device, pages: Array, contents: Store
+    stores: Store, orders: Orders, placement: Device, pages: Array, contents: Store
 ) -> Store:
     """Write ``contents``, as ``gather_pages`` returns them, to ``pages``, in place. ``pages``:
     int32[n]; all -1 come last."""

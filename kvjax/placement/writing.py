@@ -125,7 +125,7 @@ def _row_by_row(
             units = lax.dynamic_index_in_dim(x, row, keepdims=False)
             return write_row(into, row, units, run, count, order, table, layer, *moved)
 
-        rows: Any = x.shape[0]
+        rows = x.shape[0]
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
         # A constant trip count keeps it differentiable.

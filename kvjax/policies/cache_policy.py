@@ -3,15 +3,20 @@
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from jaxtyping import PyTree
-
 from kvjax.codecs import MULTIPLE, Codec, Raw
 from kvjax.core.typing import Array
 from kvjax.core.validation import normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, as_paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
-from kvjax.placement.order import block_alignment, fold_of, orders_of, slot_alignment, subblocks_of
+from kvjax.placement.order import (
+    Orders,
+    block_alignment,
+    fold_of,
+    orders_of,
+    slot_alignment,
+    subblocks_of,
+)
 from kvjax.policies.model_config import CacheShape, layer_windows
 
 
@@ -82,7 +87,7 @@ class CachePolicy:
         """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
-    def orders(self, kv_heads: int, head_dim: int) -> tuple[PyTree, PyTree]:
+    def orders(self, kv_heads: int, head_dim: int) -> tuple[Orders, Orders]:
         """The orders in which arrays of keys and of values are kept: pytrees like their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, mesh_sharding = placement.needs_tail, placement.mesh_sharding

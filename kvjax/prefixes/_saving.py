@@ -9,7 +9,7 @@ import numpy as np
 
 from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.core.target import current_platform
-from kvjax.core.typing import Array
+from kvjax.core.typing import Array, Json
 from kvjax.core.validation import CheckpointError
 from kvjax.prefixes.pool_config import PoolConfig
 from kvjax.prefixes.radix import DEVICE, Entry, Namespace, Node, subtree
@@ -21,7 +21,7 @@ KIND = "a tree of prefixes"
 
 def to_folder(
     sequences: CachedSequences, weight_version: Hashable
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+) -> tuple[dict[str, np.ndarray], Json]:
     """The sequences of one version of the weights, as arrays and metadata.
 
     Raises:
@@ -73,7 +73,7 @@ def to_folder(
     return arrays | _stack("states", data), metadata
 
 
-def settings_of(metadata: dict[str, Any]) -> dict[str, Any]:
+def settings_of(metadata: Json) -> dict[str, Any]:
     """The settings of a saved tree, by the names of ``PrefixTree``'s arguments."""
     policies, *values = deserialize_static(json.dumps(metadata["settings"]).encode())
     names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
@@ -82,9 +82,7 @@ def settings_of(metadata: dict[str, Any]) -> dict[str, Any]:
     return settings | dict(zip(names, values, strict=True))
 
 
-def from_folder(
-    sequences: CachedSequences, arrays: dict[str, np.ndarray], metadata: dict[str, Any]
-) -> None:
+def from_folder(sequences: CachedSequences, arrays: dict[str, np.ndarray], metadata: Json) -> None:
     """Fill an empty tree with a saved one, on the host and on disk, within their limits.
 
     Raises:
@@ -119,7 +117,7 @@ def from_folder(
     sequences.tiers.enforce_limits()
 
 
-def _settings_json(config: PoolConfig) -> Any:
+def _settings_json(config: PoolConfig) -> list[object]:
     settings = (
         config.policies,
         config.max_len,
@@ -131,11 +129,11 @@ def _settings_json(config: PoolConfig) -> Any:
     return json.loads(serialize_static(settings))
 
 
-def _name_json(name: Hashable) -> Any:
+def _name_json(name: Hashable) -> list[object]:
     return json.loads(serialize_static((name,)))
 
 
-def _name(saved: Any) -> Any:
+def _name(saved: list[object]) -> Any:
     (name,) = deserialize_static(json.dumps(saved).encode())
     return name
 

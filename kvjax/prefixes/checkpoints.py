@@ -103,7 +103,7 @@ def take_checkpoints(
 
 
 @functools.partial(jax.jit, static_argnames="groups")
-def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups: Any) -> Any:
+def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups: Any) -> PyTree:
     pools: list[PageAllocator] = []
     tables: list[Array | None] = []
     parts: list[PyTree] = []

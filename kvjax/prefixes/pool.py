@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -15,11 +15,12 @@ from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array
 from kvjax.paging.allocator import PageAllocator, PageGroup
 from kvjax.placement.device import Device
+from kvjax.placement.order import Orders
 from kvjax.placement.pages import gather_pages, scatter_pages
 
 PageArrays = list[np.ndarray]
 """The content of one page on the host: its part of every array of every layer of a group."""
-Formats = tuple[tuple[Any, Device], ...]
+Formats = tuple[tuple[tuple[Orders, Orders], Device], ...]
 """For each layer the storage orders of its arrays, and its placement."""
 _T = TypeVar("_T")
 

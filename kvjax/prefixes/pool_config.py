@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.sharding import Mesh
 
@@ -13,7 +12,7 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
 from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
 from kvjax.layouts import as_paged
-from kvjax.memory.sizes import abstract_cache, has_encoder
+from kvjax.memory.sizes import LoadedModel, abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
 from kvjax.policies.model_config import CacheShape, decoder_config, position_limit, scanned
 from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
@@ -127,7 +126,7 @@ class PoolConfig:
 
 
 def make_pool_config(
-    lm: Any,
+    lm: LoadedModel,
     policy: PolicyChoice,
     pages: int | None,
     memory: int | str | None,

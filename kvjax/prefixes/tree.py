@@ -64,7 +64,7 @@ class WeightVersions:
     """The arrays of each ``PrefixTree.weight_version``, by weak references."""
 
     def __init__(self) -> None:
-        self._arrays: dict[Hashable, list[weakref.ref[Any]]] = {}
+        self._arrays: dict[Hashable, list[weakref.ref[jax.Array]]] = {}
 
     def check(self, weight_version: Hashable, params: PyTree) -> None:
         """Record a version's parameters, or compare them with those recorded.

@@ -101,7 +101,7 @@ class KernelInputs:
 
     section: Section
     mask: Mask
-    queries: Any
+    queries: Array
     subblocks: int
 
     @classmethod

@@ -13,7 +13,6 @@ on CPUs; it was never executed on a device.
 
 import functools
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +155,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
         at: Array,
         tiles: Array,
         *flat: Array,
-        interpret: Any,
+        interpret: object,
     ) -> list[Array]:
         if interpret is False:
             stores, *rest = jax.tree.unflatten(tree, flat)
@@ -242,7 +241,7 @@ def _transposed(section: Section) -> Section:
 
 def _kernel(
     inputs: KernelInputs,
-    tree: Any,
+    tree: object,
     tile: int,
     blocks: int,
     scalars_ref: Ref,

@@ -183,7 +183,7 @@ def _kernel(
         # The last tile is moved down if it would pass the end. Slots that the tile before has
         # already covered are not counted again.
         start = jnp.minimum(number * tile, units - tile)
-        place: tuple[Any, ...] = (pl.ds(start, tile),)
+        place: tuple[object, ...] = (pl.ds(start, tile),)
         if table_ref is not None:
             place = jnp.maximum(table_ref[start // page], 0), pl.ds(start % page, tile)
         block = jax.tree.unflatten(tree, [ref[place] for ref in stores])
