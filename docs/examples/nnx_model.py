@@ -1,6 +1,6 @@
 """A decoder in Flax NNX, of ``nnx.MultiHeadAttention``.
 
-Lines that are there for the cache end in ``# cache``; what stood in their place is said before.
+``# cache`` marks the lines that the cache added or changed. ``# before:`` shows an original line.
 """
 
 import jax
