@@ -24,11 +24,11 @@ SLOW = {
     "codecs.Codec", "codecs.Quantized", "codecs.dequantize_kv", "codecs.quantize_kv",
     "compile", "concatenate", "convert", "engine.EngineStats", "engine.Handle", "evaluate",
     "generation.Batch", "generation.Compiled", "generation.Scored", "language_model",
-    "load_cache", "memory.DevicePlan", "memory.plan_on", "memory.what_fits", "migrate",
-    "models.Architecture", "models.Gemma3nConfig", "models.first_layers",
-    "models.model_rotary", "operations.SavedCache", "paging.PageAllocator", "policies.Auto",
-    "prefixes.PrefixStats", "repeat", "rollout", "rollouts.Rollout", "save_cache", "score",
-    "stack", "stream",
+    "load_cache", "memory.DevicePlan", "memory.InferenceLimits", "memory.plan_on",
+    "memory.what_fits", "migrate", "models.Architecture", "models.Gemma3nConfig",
+    "models.first_layers", "models.model_rotary", "operations.SavedCache",
+    "paging.PageAllocator", "policies.Auto", "prefixes.PrefixStats", "repeat", "rollout",
+    "rollouts.Rollout", "save_cache", "score", "stack", "stream",
 }  # fmt: skip
 """Examples that compile several programs. Those of adapters, which import a framework, are slow
 too."""
