@@ -273,10 +273,8 @@ def _full_attention_heads(
     ``global_head_dim`` and ``num_global_key_value_heads`` instead; the latter is used only if
     ``attention_k_eq_v`` is true.
     """
-    heads, own = (
-        shared["num_attention_heads"],
-        config.inner("per_layer_config") or Fields(config.file, {}),
-    )
+    heads = shared["num_attention_heads"]
+    own = config.inner("per_layer_config") or Fields(config.file, {})
     if "per_layer_config" not in config.values:
         kv_heads = shared["num_key_value_heads"]
         if attention_k_eq_v:

@@ -150,10 +150,8 @@ class Stack(decoder.Stack):
 
     def __init__(self, config: SharingConfig, block: LayerClass, *, rngs: nnx.Rngs):
         super().__init__(config, block, rngs=rngs)
-        hidden, width = (
-            config.hidden_size,
-            config.num_hidden_layers * config.hidden_size_per_layer_input,
-        )
+        hidden = config.hidden_size
+        width = config.num_hidden_layers * config.hidden_size_per_layer_input
         if width:
             self.embed_tokens_per_layer = Embedding(
                 config.vocab_size_per_layer_input, width, dtype=config.dtype, rngs=rngs
@@ -368,10 +366,8 @@ class Gemma4Block(PerLayerInputBlock):
         self.pre_feedforward_layernorm = hidden_norm()
         self.post_feedforward_layernorm = hidden_norm()
         self.layer_scalar = nnx.Param(jnp.ones(1, config.dtype))
-        self.has_per_layer_input, self.has_experts = (
-            config.hidden_size_per_layer_input > 0,
-            config.num_experts > 0,
-        )
+        self.has_per_layer_input = config.hidden_size_per_layer_input > 0
+        self.has_experts = config.num_experts > 0
         if self.has_per_layer_input:
             self.make_per_layer_input(config, layer, rngs)
         if self.has_experts:

@@ -138,10 +138,8 @@ def text_fields(config: Fields) -> Fields:
     values = {**text.values, **ids}
     if dtype := read_dtype(config):
         values |= {"dtype": dtype}
-    model, outer = (
-        MULTIMODAL.get(config.raw("model_type"), _MultimodalDefaults(None)),
-        "tie_word_embeddings",
-    )
+    model = MULTIMODAL.get(config.raw("model_type"), _MultimodalDefaults(None))
+    outer = "tie_word_embeddings"
     tied = config.flag(outer, model.tied or raw_text.flag(outer, False))
     if tied or (not model.either and (model.text_type or config.raw(outer) is not None)):
         values[outer] = tied

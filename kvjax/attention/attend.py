@@ -280,10 +280,8 @@ def _attend(
 
     ``queries``: rotated to their positions, and rotated to capped positions if those differ.
     """
-    kv_heads, mesh_sharding = (
-        view.layer_cache.kv_heads,
-        view.layer_cache.policy.placement.mesh_sharding,
-    )
+    kv_heads = view.layer_cache.kv_heads
+    mesh_sharding = view.layer_cache.policy.placement.mesh_sharding
     if mesh_sharding is None:
         with tracing_for(target):
             inputs = AttentionInputs(queries[0], queries[-1], kv_heads, view.unstacked(), mask)

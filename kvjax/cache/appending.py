@@ -328,11 +328,9 @@ def write_layer(
         if mesh_sharding is None:
             parts = store_tokens(*args)
         else:
-            specs, tokens, rows = (
-                old.partition_specs(),
-                mesh_sharding.token_spec(),
-                mesh_sharding.row_spec(),
-            )
+            specs = old.partition_specs()
+            tokens = mesh_sharding.token_spec()
+            rows = mesh_sharding.row_spec()
             replicated = PartitionSpec()
             in_specs = specs, tokens, tokens, rows, rows, replicated, rows, replicated
             out_specs = specs.keys, specs.values, specs.tail, tokens, specs.fetched

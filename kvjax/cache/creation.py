@@ -261,10 +261,8 @@ def _sharded_layer(policy: CachePolicy, *shape: int | None) -> Callable[[], Laye
     mesh_sharding = placement.mesh_sharding
     assert mesh_sharding is not None
     specs = jax.eval_shape(make).partition_specs()
-    near, far = (
-        mesh_sharding.sharding,
-        functools.partial(mesh_sharding.sharding, kind=placement.memory_kind),
-    )
+    near = mesh_sharding.sharding
+    far = functools.partial(mesh_sharding.sharding, kind=placement.memory_kind)
     shardings = replace(
         jax.tree.map(near, specs),
         keys=jax.tree.map(far, specs.keys),

@@ -247,11 +247,9 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
             copied = copy_pages(flat, orders, placement, *pages)
             return jax.tree.map(lambda x, like: x.reshape(like.shape), copied, body)
 
-        body, mesh_sharding, pages = (
-            (layer_cache.keys, layer_cache.values),
-            placement.mesh_sharding,
-            by_group[group],
-        )
+        body = (layer_cache.keys, layer_cache.values)
+        mesh_sharding = placement.mesh_sharding
+        pages = by_group[group]
         if mesh_sharding is None:
             keys, values = copy(body, *pages)
         else:

@@ -39,10 +39,8 @@ def array_shardings(cache: KVCache, device: JaxDevice = None) -> PyTree:
     def of_layer(layer: LayerCache) -> LayerCache:
         kind = layer.policy.placement.memory_kind
         if mesh_sharding is not None:
-            specs, far = (
-                layer.partition_specs(),
-                functools.partial(mesh_sharding.sharding, kind=kind),
-            )
+            specs = layer.partition_specs()
+            far = functools.partial(mesh_sharding.sharding, kind=kind)
             shardings = jax.tree.map(mesh_sharding.sharding, specs)
             body = jax.tree.map(far, (specs.keys, specs.values))
         else:

@@ -104,9 +104,7 @@ def _store_with_tail(
             # The tokens of the call come after the old tail's.
             index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
             tokens = jax.tree.map(
-                lambda *x: _take(jnp.concatenate([*map(rows, x)], axis=2), rows(index)),
-                tail,
-                fresh,
+                lambda *x: _take(jnp.concatenate([*map(rows, x)], axis=2), rows(index)), tail, fresh
             )
         shape = (tokens.keys.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
         numbers = raw[0].decode(tokens.keys), raw[1].decode(tokens.values)

@@ -208,9 +208,7 @@ class LanguageModel:
 
     @without_mesh_context
     def with_encoder_inputs(
-        self,
-        texts: str | Sequence[str] | Sequence[Sequence[int]],
-        cache: PolicyChoice = "static",
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], cache: PolicyChoice = "static"
     ) -> "LanguageModel":
         """Run the encoder over texts. The result is the same model with the encoder's output, which
         its decoder attends to, row by row. ``generate`` and ``stream`` do this themselves.

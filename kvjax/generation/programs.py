@@ -304,17 +304,7 @@ def decode(
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
     return decode_loop(
-        model,
-        filters,
-        params,
-        context,
-        progress,
-        past,
-        sampling,
-        limit,
-        steps,
-        logprobs,
-        MAX_STEPS,
+        model, filters, params, context, progress, past, sampling, limit, steps, logprobs, MAX_STEPS
     )
 
 

@@ -202,10 +202,8 @@ def prepare_request(
     prefix_cache = parse_prefix_cache(options)
     if prefix_cache is not None:
         tree = prefix_cache.tree
-        policy, options = (
-            tree.pool_config.policies,
-            replace(options, max_len=tree.pool_config.max_len),
-        )
+        policy = tree.pool_config.policies
+        options = replace(options, max_len=tree.pool_config.max_len)
         chunk = tree.pool_config.prefill_chunk
     positions = positions_needed(longest, new_tokens)
     rotary_len = parse_rotary_len(lm.config, options, positions)

@@ -150,10 +150,7 @@ def plan_on(
         target = describe_target(chip, mesh)
         return call_in_subprocess(_plan_on_target, model, policy, target, **settings)
     devices = 1 if mesh is None else mesh.size
-    chunk = min(
-        as_int("prefill_chunk", prefill_chunk, 1),
-        as_int("max_len", max_len, 1, INT32_MAX),
-    )
+    chunk = min(as_int("prefill_chunk", prefill_chunk, 1), as_int("max_len", max_len, 1, INT32_MAX))
     with compiling_for(chip):
         cache = abstract_cache(model.config, policy, batch=batch, max_len=max_len, mesh=mesh)
         groups = _group_layers(cache, getattr(model, "in_one_piece", False))
@@ -179,10 +176,8 @@ def plan_on(
     spec, mesh_sharding, params = spec_of(chip), cache.mesh_sharding, model.abstract_params()
     rows = batch
     if mesh is not None and mesh_sharding is not None:
-        params, rows = (
-            _shard_shapes(params, model.param_shardings(mesh)),
-            batch // mesh_sharding.rows,
-        )
+        params = _shard_shapes(params, model.param_shardings(mesh))
+        rows = batch // mesh_sharding.rows
     length = min(max_len, cache.reach)
     shards = zip(cache.layers, shards_of(cache, mesh_sharding), strict=True)
     row_bytes = sum(visible_tokens(layer, length, shard)[1] for layer, shard in shards)

@@ -185,10 +185,8 @@ def _move_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache
             )
             status |= flag_where(lost, LOST)
         # Move through device memory: JAX does not copy between the host memories of two meshes.
-        near, on_host = (
-            Device(mesh_sharding=mesh_sharding).with_target(),
-            policy.placement.needs_tail,
-        )
+        near = Device(mesh_sharding=mesh_sharding).with_target()
+        on_host = policy.placement.needs_tail
         layer = _reorder(layer.near() if on_host else layer, replace(policy, placement=near))
         moved = put_on_default_device(layer) if mesh_sharding is None else layer.placed()
         moved = _reorder(moved, policy)

@@ -24,13 +24,7 @@ DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
 _STAGES = ("stage", "stages", "pipe", "pipeline", "pp")
 
 
-def make_mesh(
-    *,
-    data: int = 1,
-    tensor: int = 1,
-    sequence: int = 1,
-    devices: Any = None,
-) -> Mesh:
+def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any = None) -> Mesh:
     """A mesh for ``init_cache``, ``models.load`` and ``generate``.
 
     Args:
@@ -110,6 +104,7 @@ def refuse_axis(name: object) -> None:
         raise ValueError(f"the mesh has an axis {name!r}: kvjax knows {', '.join(AXES)}")
 
 
+SpecOf = Callable[[tuple[int, ...]], PartitionSpec]
 COPIES = "copies"
 """The axis of a ``MeshSharding`` along which devices hold the same key-value heads."""
 
@@ -236,12 +231,7 @@ class MeshSharding:
                 f"{rows} rows can't be divided among data={self.rows}: give a multiple"
             )
 
-    def put(
-        self,
-        tree: PyTree,
-        spec: Callable[[tuple[int, ...]], PartitionSpec],
-        kind: str | None = None,
-    ) -> PyTree:
+    def put(self, tree: PyTree, spec: SpecOf, kind: str | None = None) -> PyTree:
         """Put a pytree of arrays on the mesh, with ``spec`` of their shapes. Works inside
         ``jit``."""
         self.check_context()

@@ -180,11 +180,9 @@ class CachePolicy:
 
     def with_pool(self, rows: int) -> "CachePolicy":
         """With a pool for ``rows`` rows, if slots are in pages. The rest must be resolved."""
-        layout, mesh_sharding, page_group = (
-            as_paged(self.layout),
-            self.placement.mesh_sharding,
-            self.page_group,
-        )
+        layout = as_paged(self.layout)
+        mesh_sharding = self.placement.mesh_sharding
+        page_group = self.page_group
         if layout is None or page_group is None:
             return self
         pages = rows * page_group.layout.columns if layout.pages is None else layout.pages

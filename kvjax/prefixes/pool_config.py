@@ -199,10 +199,7 @@ def _paged_policies(choice: PolicyChoice, config: CacheShape) -> tuple[CachePoli
 
 
 def _size_pools(
-    config: PoolConfig,
-    policies: Sequence[CachePolicy],
-    pages: int | None,
-    memory: int | None,
+    config: PoolConfig, policies: Sequence[CachePolicy], pages: int | None, memory: int | None
 ) -> tuple[CachePolicy, ...]:
     """Policies whose pools have ``pages`` pages, or as many as fit into ``memory`` bytes.
 

@@ -258,13 +258,7 @@ class _Programs:
         words, vocab = mask_words(model.config), model.config.vocab_size
         common = request, model.architecture, model.params, self._context
         compilers = guided_programs(
-            *common,
-            self._logits,
-            self._past,
-            self._progress,
-            words,
-            self._scores(1),
-            self._compile,
+            *common, self._logits, self._past, self._progress, words, self._scores(1), self._compile
         )
         if (drafts := self._drafts()) is not None:
             compilers |= drafted_guided_programs(

@@ -41,10 +41,8 @@ class BeamSession:
             np.float32(config.diversity_penalty),
         )
         self._params = session.put(SearchParams(*params))
-        self._limit, self._settings = (
-            session.put(np.int32(request.max_new_tokens)),
-            session.sampling,
-        )
+        self._limit = session.put(np.int32(request.max_new_tokens))
+        self._settings = session.sampling
         real = np.arange(len(request.prompts)) < request.rows // request.samples
         context = session.context
         start = context.length if context.cache is None else context.cache.length

@@ -51,7 +51,8 @@ from kvjax.sampling.scores import Scores
 
 DraftLogits = Float[Array, "batch places vocab"]
 """The target model's logits after each row's newest token, and after each of its draft tokens."""
-Choose = Callable[..., tuple[Progress, TokenHistory, Scores | None]]
+Choice = tuple[Progress, TokenHistory, Scores | None]
+Choose = Callable[..., Choice]
 """``(progress, past, logits, allowed=)``, as ``programs.choose_and_score``."""
 Output = tuple[Array, Scores | None]
 """New tokens and their scores, [batch, steps] each."""
@@ -164,9 +165,7 @@ def speculate(
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
 
-    def choose(
-        progress: Progress, past: TokenHistory, logits: Logits, allowed: None = None
-    ) -> tuple[Progress, TokenHistory, Scores | None]:
+    def choose(progress: Progress, past: TokenHistory, logits: Logits, allowed: None) -> Choice:
         return choose_and_score(progress, past, logits, filters, settings, limit, scores)
 
     def choose_draft(
@@ -194,7 +193,7 @@ def speculate(
             model, params, before.token[:, None], active.astype(jnp.int32)
         )
         logits = gather_vocab(logits, context)
-        after, past, new = choose(replace(before, done=~active), carry.past, logits)
+        after, past, new = choose(replace(before, done=~active), carry.past, logits, None)
         after = replace(after, done=jnp.where(active, after.done, before.done))
         output = record(carry.output, (after.token, new), before, after, begin)
         acceptance = carry.acceptance.without_draft()

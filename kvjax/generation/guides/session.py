@@ -320,10 +320,7 @@ def verify(
     halt: RowMask,
     allowed: UInt[Array, "batch places words"],
     scores: int | None,
-) -> tuple[
-    tuple[Cached, PyTree, Acceptance],
-    tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None],
-]:
+) -> tuple[PyTree, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
     """Verify the drafts of the rows that continue, and rewind rejected tokens.
 
     ``allowed``: uint32[batch, places, words], bit masks of allowed tokens. Returns the two contexts
@@ -332,7 +329,7 @@ def verify(
 
     def choose(
         progress: Progress, past: TokenHistory, logits: Logits, allowed: Array | None = None
-    ) -> tuple[Progress, TokenHistory, Scores | None]:
+    ) -> speculative.Choice:
         return choose_and_score(
             progress, past, logits, filters, settings, limit, scores, allowed=allowed
         )
