@@ -275,7 +275,7 @@ class SamplingParams:
                 _check(name, values[name], param.range, param.allowed)
         return values
 
-    def _checked_bias(self) -> dict[int, Any]:
+    def _checked_bias(self) -> dict[int, float]:
         bias = {token: as_python(value) for token, value in (self.logit_bias or {}).items()}
         for value in bias.values():
             _check("logit_bias", value, "numbers from -1e6 to 1e6", lambda x: -1e6 <= x <= 1e6)

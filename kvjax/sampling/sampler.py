@@ -138,7 +138,7 @@ def draw_filtered(
         scaled = keep_top_k(scaled, sampling.top_k)
     likely = apply_if(filters.min_p, lambda x: keep_min_p(x, sampling.min_p), scaled)
     token = argmax(likely + noise)
-    kept: list[Any] = []
+    kept: list[Array] = []
     for enabled, ranked, among, limit in (
         (filters.top_k, ranked_by_k, scaled, sampling.top_k),
         (filters.top_p, ranked_by_p, scaled, sampling.top_p),

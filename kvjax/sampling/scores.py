@@ -1,12 +1,11 @@
 """Log-probabilities of chosen tokens, and of the most likely ones."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, PyTree
 
 from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow
@@ -87,7 +86,7 @@ def take_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"
     return jnp.take_along_axis(numbers, tokens[..., None], axis=-1, mode="clip")[..., 0]
 
 
-def token_scores(scores: Any, row: int, first: int, end: int, most: int) -> list[TokenScore]:
+def token_scores(scores: PyTree, row: int, first: int, end: int, most: int) -> list[TokenScore]:
     """The scores of a row's tokens ``first`` to ``end``, from ``Scores`` [batch, tokens] on the
     host."""
     chosen, drawn = (
