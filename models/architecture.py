@@ -16,7 +16,7 @@ from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.typing import Counts, Tokens
-from kvjax.core.validation import as_int, check_not_symbolic, is_traced
+from kvjax.core.validation import ArgumentError, as_int, check_not_symbolic, is_traced
 from kvjax.generation.encoder import SOURCE, without_source
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import apply_in_chunks
@@ -109,7 +109,10 @@ class Architecture:
             model with learned positions has positions.
         """
         if is_traced(last_only):
-            raise ValueError('last_only is no array: jax.jit(..., static_argnames="last_only")')
+            raise ArgumentError(
+                'last_only is no array: jax.jit(..., static_argnames="last_only")',
+                param="last_only",
+            )
         if cache is not None:
             cache = validated("lm.apply", cache)
             if cache.mesh_sharding is not None:
@@ -118,14 +121,17 @@ class Architecture:
         if cache is not None:
             check_not_symbolic("tokens", tokens.shape)
         if tokens.ndim != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens must be [batch, new], none of them 0, got {tokens.shape}")
+            raise ArgumentError(
+                f"tokens must be [batch, new], none of them 0, got {tokens.shape}", param="tokens"
+            )
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
-            raise ValueError(f"tokens must be whole numbers, got {tokens.dtype}")
+            raise ArgumentError(f"tokens must be whole numbers, got {tokens.dtype}", param="tokens")
         # A narrow dtype may not have the vocabulary's size.
         tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
         if lengths is not None and jnp.shape(lengths) != tokens.shape[:1]:
-            raise ValueError(
-                f"lengths must be [batch={tokens.shape[0]}], got {list(jnp.shape(lengths))}"
+            raise ArgumentError(
+                f"lengths must be [batch={tokens.shape[0]}], got {list(jnp.shape(lengths))}",
+                param="lengths",
             )
         wrong = unknown_tokens(tokens, lengths, self.config.vocab_size)
         if cache is None:
@@ -303,8 +309,9 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
         )
     count = as_int("layers", layers, 1)
     if count >= config.num_hidden_layers:
-        raise ValueError(
-            f"layers is {count}, and must be less than the model's {config.num_hidden_layers}"
+        raise ArgumentError(
+            f"layers is {count}, and must be less than the model's {config.num_hidden_layers}",
+            param="layers",
         )
     cut = {name: getattr(config, name)[:count] for name in _OF_LAYERS if hasattr(config, name)}
     if isinstance(config, MoeConfig):

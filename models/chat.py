@@ -17,7 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvjax.core.typing import Json
-from kvjax.core.validation import CheckpointError, as_bool, as_list, short_repr
+from kvjax.core.validation import ArgumentError, CheckpointError, as_bool, as_list, short_repr
 
 from .files import Fields, read_json, read_text
 
@@ -89,7 +89,9 @@ class ChatTemplates:
             [] if isinstance(messages, str | Mapping) else as_list("messages", messages, expected)
         )
         if not checked:
-            raise ValueError(f"messages must be {expected}, got {short_repr(messages)}")
+            raise ArgumentError(
+                f"messages must be {expected}, got {short_repr(messages)}", param="messages"
+            )
         for message in checked:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"a message must be a dict with a role, got {short_repr(message)}")

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from kvjax.core.array_folder import expand_user
 from kvjax.core.target import Target, default_device
-from kvjax.core.validation import CheckpointError
+from kvjax.core.validation import ArgumentError, CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import GenerationDefaults
 from kvjax.memory.limits import auto_mesh
@@ -180,7 +180,9 @@ def _dtype_name(dtype: DTypeLike) -> str:
     except TypeError:
         name = str(dtype)
     if name not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}")
+        raise ArgumentError(
+            f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}", param="dtype"
+        )
     return name
 
 
@@ -218,7 +220,9 @@ def locate(
         raise CheckpointError(f"{folder}: can't be read: {error}") from error
     if path_or_id is None or is_folder:
         if revision is not None:
-            raise ValueError(f"revision={revision!r} is for hub ids; {folder} is a folder")
+            raise ArgumentError(
+                f"revision={revision!r} is for hub ids; {folder} is a folder", param="revision"
+            )
         return folder
     if exists:
         raise CheckpointError(f"{folder}: is a file; expected the folder of a checkpoint")

@@ -20,7 +20,8 @@ def wrong(name, call):
     try:
         call()
     except Exception as error:
-        found[name] = f"{type(error).__name__}: {error}"
+        kind = ValueError if isinstance(error, kvjax.ArgumentError) else type(error)
+        found[name] = f"{kind.__name__}: {error}"
     else:
         found[name] = "accepted"
 

@@ -32,7 +32,7 @@ from kvjax.codecs import Raw
 from kvjax.core.rotary import RotaryTable, apply_rotary
 from kvjax.core.target import Target, tracing_for
 from kvjax.core.typing import Array, AttentionOutput, Counts, KeysValues, LayerNumber, Queries
-from kvjax.core.validation import check_not_symbolic
+from kvjax.core.validation import ArgumentError, check_not_symbolic
 from kvjax.layouts import UNLIMITED, Dense
 from kvjax.placement.mesh import SEQUENCE
 from kvjax.policies.cache_policy import CachePolicy
@@ -124,7 +124,9 @@ def attend(
     attention_path = select_path(path, layer_cache.policy, new)
     layout = layer_cache.policy.layout
     if layout.window is not None and sinks > layout.sinks:
-        raise ValueError(f"sinks={sinks}, but the layer's ring keeps only {layout.sinks}")
+        raise ArgumentError(
+            f"sinks={sinks}, but the layer's ring keeps only {layout.sinks}", param="sinks"
+        )
     windows = [w for w in (window, layout.window) if w is not None]
     at, length = positions_from(cache.length, new), cache.length
     if causal:
@@ -141,9 +143,10 @@ def attend(
             queries = jnp.where(valid, queries, jnp.nan)
     else:
         if pending is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "causal=False attends to the tokens of earlier calls, but a call is open: call "
-                f"kvjax.advance(cache, {pending.new}) first"
+                f"kvjax.advance(cache, {pending.new}) first",
+                param="causal",
             )
         at = jnp.broadcast_to(jnp.maximum(length - 1, 0)[:, None], at.shape)
     # The model's own window may be narrower than the ring.
@@ -228,7 +231,9 @@ def _check_queries(queries: Queries, layer_cache: LayerCache, batch: int) -> Non
             f"batch={batch}, kv_heads={layer_cache.kv_heads}, head_dim={layer_cache.head_dim}"
         )
     if not jnp.issubdtype(queries.dtype, jnp.floating):
-        raise ValueError(f"queries must be floating-point numbers, got {queries.dtype}")
+        raise ArgumentError(
+            f"queries must be floating-point numbers, got {queries.dtype}", param="queries"
+        )
 
 
 def _scale_of(queries: Queries, scale: float | None) -> float:

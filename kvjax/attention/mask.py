@@ -9,7 +9,7 @@ from jax import lax
 from kvjax.cache.sections import Section
 from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.typing import Array, PerRow, Positions, Visible
-from kvjax.core.validation import normalize_int_field
+from kvjax.core.validation import ArgumentError, normalize_int_field
 from kvjax.layouts import UNLIMITED, Split
 from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding
 
@@ -46,7 +46,7 @@ class Mask:
         normalize_int_field(self, "chunk", 1, optional=True)
         normalize_int_field(self, "sinks", 0, optional=True)
         if self.soft_cap is not None and self.soft_cap <= 0:
-            raise ValueError(f"soft_cap must be positive, got {self.soft_cap}")
+            raise ArgumentError(f"soft_cap must be positive, got {self.soft_cap}", param="soft_cap")
 
     def take_rows(self, rows: PerRow) -> "Mask":
         """The mask of some rows, int32[n]. The bias does not change."""

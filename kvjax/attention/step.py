@@ -15,7 +15,7 @@ from kvjax.cache.storing import positions_from
 from kvjax.core.pytree import pytree_dataclass, static_field
 from kvjax.core.rotary import RotaryTable
 from kvjax.core.typing import AttentionOutput, Counts, KeysValues, LayerNumber, Positions, Queries
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 
 
 @pytree_dataclass
@@ -151,8 +151,9 @@ def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = N
     """
     shape = jnp.shape(tokens)
     if len(shape) == 1:
-        raise ValueError(
-            f"tokens must have the shape [batch, new, ...], or be a number, got {list(shape)}"
+        raise ArgumentError(
+            f"tokens must have the shape [batch, new, ...], or be a number, got {list(shape)}",
+            param="tokens",
         )
     new = as_int("tokens", tokens, 1) if not shape else as_int("new", shape[1], 1)
     if cache is None:

@@ -38,7 +38,7 @@ from kvjax.bench.timing import Bandwidth, PolicyTimer, difference, measure_bandw
 from kvjax.core.array_folder import expand_user
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.reporting import pyplot, readable_bytes
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import explicit_signature
@@ -188,7 +188,7 @@ def measure(
     refuse_encoder("a measurement", lm)
     prompts, batches = _numbers("prompts", prompts), _numbers("batches", batches)
     if as_int("steps", steps, 1) > MAX_STEPS:
-        raise ValueError(f"steps must be at most {MAX_STEPS}, got {steps}")
+        raise ArgumentError(f"steps must be at most {MAX_STEPS}, got {steps}", param="steps")
     as_int("repeats", repeats, 1)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)

@@ -43,7 +43,7 @@ from kvjax.core.rotary import RotaryTable
 from kvjax.core.target import Target, tracing_for
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, Counts, KeysValues, LayerNumber, PerRow
-from kvjax.core.validation import as_int, check_not_symbolic, is_traced
+from kvjax.core.validation import ArgumentError, as_int, check_not_symbolic, is_traced
 
 
 @automatic_axes
@@ -245,29 +245,33 @@ def _real_tokens(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
     if lengths is None:
         return jnp.full_like(cache.length, new)
     if jnp.shape(lengths) != (cache.batch,):
-        raise ValueError(f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}")
+        raise ArgumentError(
+            f"lengths must be [batch={cache.batch}], got {list(jnp.shape(lengths))}",
+            param="lengths",
+        )
     if not is_traced(lengths):
         lengths = np.asarray(fetch(lengths))
         for row in np.flatnonzero((lengths < 0) | (lengths > new)):
             raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"lengths must be integers, got {lengths.dtype}")
+        raise ArgumentError(f"lengths must be integers, got {lengths.dtype}", param="lengths")
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
 
 
 def check_new(cache: KVCache, layer_cache: LayerCache, x: KeysValues, name: str) -> None:
     """Raise ``ValueError`` if new keys or values do not fit a layer."""
     if not isinstance(x, (jax.Array, np.ndarray)):
-        raise ValueError(f"{name} must be an array, got a {type(x).__name__}")
+        raise ArgumentError(f"{name} must be an array, got a {type(x).__name__}", param=name)
     check_not_symbolic(name, x.shape)
     expected = (cache.batch, layer_cache.kv_heads, layer_cache.head_dim)
     if x.ndim != 4 or (*x.shape[:2], x.shape[3]) != expected:
-        raise ValueError(
+        raise ArgumentError(
             f"{name} must be [batch={expected[0]}, kv_heads={expected[1]}, new, "
-            f"head_dim={expected[2]}], got {list(x.shape)}"
+            f"head_dim={expected[2]}], got {list(x.shape)}",
+            param=name,
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{name} must be floating-point numbers, got {x.dtype}")
+        raise ArgumentError(f"{name} must be floating-point numbers, got {x.dtype}", param=name)
     chunk = layer_cache.policy.layout.chunk
     if chunk is not None and x.shape[2] > chunk:
         raise ValueError(

@@ -20,7 +20,14 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.pytree import register_with_flax, tree_bytes
 from kvjax.core.reporting import readable_bytes
 from kvjax.core.transfer import check_not_target_mesh, commit_together
-from kvjax.core.validation import MAX_DIMENSION, CacheMemoryError, as_bool, as_int, as_optional_int
+from kvjax.core.validation import (
+    MAX_DIMENSION,
+    ArgumentError,
+    CacheMemoryError,
+    as_bool,
+    as_int,
+    as_optional_int,
+)
 from kvjax.placement.device import Budget
 from kvjax.placement.mesh import shard_over
 from kvjax.policies.cache_policy import CachePolicy
@@ -148,7 +155,9 @@ def allocate(
     limit = position_limit(config)
     max_len = as_optional_int("max_len", max_len, 1, MAX_DIMENSION)
     if limit is not None and (max_len or 0) > limit:
-        raise ValueError(f"max_len is {max_len}, but the model has only {limit} positions")
+        raise ArgumentError(
+            f"max_len is {max_len}, but the model has only {limit} positions", param="max_len"
+        )
     max_len = limit if max_len is None and initial_len is None else max_len
     policies = per_layer(CachePolicy() if policy is None else policy, config)
     windows, sources = layer_windows(config), layer_sources(config)

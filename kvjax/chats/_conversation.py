@@ -20,7 +20,7 @@ from kvjax.chats.rendering import (
     fit_prompt,
 )
 from kvjax.core.transfer import fetch
-from kvjax.core.validation import as_int, as_python
+from kvjax.core.validation import ArgumentError, as_int, as_python
 from kvjax.generation.cache_choice import limit_memory
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import capacity_bucket, max_capacity
@@ -188,7 +188,7 @@ class Conversation:
     ) -> GenerationRequest:
         """The checked request for one answer."""
         for name in settings.keys() - _SETTINGS:
-            raise ValueError(f"{name!r} is not a setting of a chat's answers")
+            raise ArgumentError(f"{name!r} is not a setting of a chat's answers", param=name)
         new = as_python(settings["max_new_tokens"])
         # If the chat is almost full, an answer may be shorter than min_new_tokens.
         min_new = as_python(settings.get("min_new_tokens", 0))

@@ -12,7 +12,14 @@ from kvjax.chats._conversation import Conversation, cache_capacity, chat_length
 from kvjax.chats.answer import Answer
 from kvjax.chats.rendering import ON_FULL, Rendering, Turn
 from kvjax.core.mesh_context import allow_host_to_device, without_mesh_context
-from kvjax.core.validation import INT32_MAX, as_int, as_optional_int, as_python, short_repr
+from kvjax.core.validation import (
+    INT32_MAX,
+    ArgumentError,
+    as_int,
+    as_optional_int,
+    as_python,
+    short_repr,
+)
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import DecodingKeywords, explicit_signature
 from kvjax.memory.sizes import has_encoder
@@ -131,7 +138,10 @@ class Chat:
         if isinstance(cache, KVCache):
             raise ValueError("a chat makes its own cache; give a policy or its name")
         if on_full not in ON_FULL:
-            raise ValueError(f"on_full must be {' or '.join(map(repr, ON_FULL))}, got {on_full!r}")
+            raise ArgumentError(
+                f"on_full must be {' or '.join(map(repr, ON_FULL))}, got {on_full!r}",
+                param="on_full",
+            )
         cache = policy(cache) if isinstance(cache, str) else cache
         self._options = {
             "template": template,
@@ -306,5 +316,5 @@ class Chat:
 
 def _check_text(name: str, text: str) -> str:
     if not isinstance(text, str):
-        raise ValueError(f"{name} must be a string, got {text!r:.80}")
+        raise ArgumentError(f"{name} must be a string, got {text!r:.80}", param=name)
     return text

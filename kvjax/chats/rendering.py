@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvjax.core.validation import ArgumentError
 from kvjax.policies.model_config import positions_needed
 
 PLAIN = "plain"
@@ -70,7 +71,9 @@ class Rendering:
         if tokenizer is None:
             raise ValueError("a chat needs text, but the model has no tokenizer")
         if not isinstance(template, str | None) or template == "":
-            raise ValueError(f"template must be Jinja text or {PLAIN!r}, got {template!r:.80}")
+            raise ArgumentError(
+                f"template must be Jinja text or {PLAIN!r}, got {template!r:.80}", param="template"
+            )
         if not isinstance(options, Mapping):
             raise ValueError(f"template_options must map names to values, got {options!r:.80}")
         if template is None and hasattr(tokenizer, "render") and not tokenizer.templates:

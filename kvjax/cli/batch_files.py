@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvjax.cli.output import to_json
+from kvjax.core.validation import ArgumentError
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.sampling.params import PARAMS
 
@@ -123,7 +124,7 @@ def parse_prompt(
         raise ValueError(f"{message}: give one of {', '.join(PROMPTS)}")
     for name, (kind, expected) in _TYPES.items():
         if name in entry and not isinstance(entry[name], kind):
-            raise ValueError(f"{name} must be {expected}")
+            raise ArgumentError(f"{name} must be {expected}", param=name)
     try:
         json.dumps(entry, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:

@@ -14,6 +14,7 @@ from typing import Literal, NoReturn
 import jax
 from jax.sharding import Mesh
 
+from kvjax.core.validation import ArgumentError
 from kvjax.memory.shapes import SHAPES, ModelShape
 from kvjax.placement.mesh import make_mesh, parse_mesh
 
@@ -39,7 +40,7 @@ def check_dtype(dtype: str | None) -> None:
     from kvjax.models.config import DTYPES
 
     if dtype is not None and dtype not in DTYPES:
-        raise ValueError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}")
+        raise ArgumentError(f"dtype is {dtype!r}: give one of {', '.join(DTYPES)}", param="dtype")
 
 
 def known_shape(name: str) -> ModelShape:

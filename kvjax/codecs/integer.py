@@ -18,7 +18,7 @@ from jaxtyping import Array
 from kvjax.codecs.codec import Raw
 from kvjax.codecs.scales import ScaledCodec, finite, in_range, mean, rounded, undifferentiable
 from kvjax.core.pytree import exportable_namedtuple
-from kvjax.core.validation import as_python
+from kvjax.core.validation import ArgumentError, as_python
 
 BITS = (1, 2, 3, 4, 8)
 MULTIPLE = 8
@@ -70,7 +70,9 @@ class Integer(ScaledCodec):
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", as_python(self.bits))
         if self.bits not in BITS:
-            raise ValueError(f"bits={self.bits!r}: choose from {', '.join(map(str, BITS))}")
+            raise ArgumentError(
+                f"bits={self.bits!r}: choose from {', '.join(map(str, BITS))}", param="bits"
+            )
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Packed:

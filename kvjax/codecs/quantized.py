@@ -8,7 +8,7 @@ from kvjax.codecs.integer import BITS, MULTIPLE, Integer
 from kvjax.core.pytree import pytree_dataclass, static_field, tree_bytes
 from kvjax.core.target import default_device
 from kvjax.core.typing import CachedKeysValues, KeysValues
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 
 
 @pytree_dataclass
@@ -96,7 +96,9 @@ def _quantize(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized
     tokens = x.shape[2]
     size = tokens if block is None else as_int("block", block, 1)
     if block is not None and block % MULTIPLE:
-        raise ValueError(f"block={block} must be a multiple of {MULTIPLE}, for packed codes")
+        raise ArgumentError(
+            f"block={block} must be a multiple of {MULTIPLE}, for packed codes", param="block"
+        )
     size = -(-size // MULTIPLE) * MULTIPLE
     # The last block is padded by repeating its own tokens. That does not change the minimum and the
     # maximum of a group, and hardly its mean.

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from kvjax.codecs.codec import Codec, Raw, Store, plain_scores, without_gradient
 from kvjax.core.pytree import exportable_namedtuple
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 
 PER = ("token", "channel", "head", "tensor")
 DEFAULT_GROUP = 64
@@ -32,7 +32,7 @@ class Groups:
 
     def __post_init__(self) -> None:
         if self.per not in PER:
-            raise ValueError(f"per={self.per!r}: choose from {', '.join(PER)}")
+            raise ArgumentError(f"per={self.per!r}: choose from {', '.join(PER)}", param="per")
         if self.size is not None:
             object.__setattr__(self, "size", as_int("group_size", self.size, 1))
             if self.per in ("head", "tensor"):
@@ -240,7 +240,7 @@ class Float8(ScaledCodec):
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}")
+            raise ArgumentError(f"kind={self.kind!r}: choose from {', '.join(KINDS)}", param="kind")
         super().__post_init__()
 
     def empty(self, shape: tuple[int, ...]) -> Scaled:

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kvjax.core.pytree import pytree_dataclass, register_with_flax
-from kvjax.core.validation import UNLIMITED
+from kvjax.core.validation import UNLIMITED, ArgumentError
 
 STRIDE = 1024
 """The base of the digits."""
@@ -76,12 +76,15 @@ def rotary_table(
     """
     limit = UNLIMITED if max_len is None else max_len
     if limit < 1:
-        raise ValueError(f"max_len must be at least 1, got {max_len}")
+        raise ArgumentError(f"max_len must be at least 1, got {max_len}", param="max_len")
     if limit > UNLIMITED:
-        raise ValueError(f"max_len must be at most {UNLIMITED}, got {max_len}")
+        raise ArgumentError(f"max_len must be at most {UNLIMITED}, got {max_len}", param="max_len")
     frequencies = np.asarray(inverse_frequencies, np.float64)
     if frequencies.ndim != 1:
-        raise ValueError(f"inverse_frequencies must be [half], got shape {frequencies.shape}")
+        raise ArgumentError(
+            f"inverse_frequencies must be [half], got shape {frequencies.shape}",
+            param="inverse_frequencies",
+        )
     digits, base = [], 1
     while not digits or base < limit:
         rows = np.arange(min(STRIDE, -(-limit // base)), dtype=np.float64)

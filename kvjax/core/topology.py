@@ -20,7 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from kvjax.core.compat import jax_0_8_libtpu, jax_0_10_gpu_description
 from kvjax.core.target import DEVICE_SPECS, DeviceSpec, JaxDevice, device_spec, spec_of
-from kvjax.core.validation import MissingCompilerError
+from kvjax.core.validation import ArgumentError, MissingCompilerError
 
 DeviceChoice = JaxDevice | Mesh | str | None
 """A device or a topology, a mesh, or the name of a device type."""
@@ -89,8 +89,9 @@ def resolve_device(device: DeviceChoice) -> JaxDevice:
     if devices:
         return devices[0]
     known = ", ".join(DEVICE_SPECS)
-    raise ValueError(
-        f"device must be a jax.Device, a topology or one of {known}; got {device!r:.80}"
+    raise ArgumentError(
+        f"device must be a jax.Device, a topology or one of {known}; got {device!r:.80}",
+        param="device",
     )
 
 

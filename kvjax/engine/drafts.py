@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from kvjax.core.validation import ArgumentError
 from kvjax.generation.drafts.acceptance import Acceptance, DraftCost, draft_cost
 from kvjax.generation.drafts.draft_model import (
     Draft,
@@ -65,12 +66,15 @@ class DraftPlanner:
         if chosen is None:
             return None
         if isinstance(chosen, DraftModel) and chosen is not self.engine_draft:
-            raise ValueError(
+            raise ArgumentError(
                 "draft is a model that the engine was not created with: give it to Engine(lm, "
-                "draft=...), or use draft='engine', 'lookup', a PromptLookup or None"
+                "draft=...), or use draft='engine', 'lookup', a PromptLookup or None",
+                param="draft",
             )
         if not copyable:
-            raise ValueError("draft needs a guide with copy(), to compute masks along the draft")
+            raise ArgumentError(
+                "draft needs a guide with copy(), to compute masks along the draft", param="draft"
+            )
         if not chosen.adaptive:
             return DraftPlan(chosen, None)
         size = relative_size(self.lm, chosen.lm) if isinstance(chosen, DraftModel) else 0.0

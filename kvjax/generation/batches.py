@@ -12,7 +12,7 @@ import jax
 from kvjax.cache.sizes import nbytes
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import without_mesh_context
-from kvjax.core.validation import DONATED, check_not_donated, short_repr
+from kvjax.core.validation import DONATED, ArgumentError, check_not_donated, short_repr
 from kvjax.generation.generator import run_generation
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.options import GenerateKeywords, GenerationOptions, explicit_signature
@@ -92,12 +92,15 @@ def generate_batches(
       ```
     """
     if isinstance(batches, str):
-        raise ValueError("batches is a text: give an iterable of batches, each a list of prompts")
+        raise ArgumentError(
+            "batches is a text: give an iterable of batches, each a list of prompts",
+            param="batches",
+        )
     try:
         iterator = iter(batches)
     except TypeError:
-        raise ValueError(
-            f"batches must be an iterable of batches, got {short_repr(batches)}"
+        raise ArgumentError(
+            f"batches must be an iterable of batches, got {short_repr(batches)}", param="batches"
         ) from None
     for place in (placement, offload):
         if place is not None:

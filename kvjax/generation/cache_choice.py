@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kvjax.cache.state import KVCache
-from kvjax.core.validation import as_optional_int
+from kvjax.core.validation import ArgumentError, as_optional_int
 from kvjax.generation.encoder import has_encoded, refuse_auto
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import ModelConfig
@@ -136,9 +136,10 @@ def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
     }
     for name, (default, value) in fixed.items():
         if getattr(options, name) not in (default, value):
-            raise ValueError(
+            raise ArgumentError(
                 f"{name} is {getattr(options, name)}, but the prefix tree was made with {value}: "
-                f"leave {name}= out"
+                f"leave {name}= out",
+                param=name,
             )
     if options.cache != "static" and options.cache != list(tree.pool_config.policies):
         raise ValueError("the prefix tree has its own policy: leave cache= out")

@@ -17,7 +17,7 @@ from jaxtyping import Array, Int, PyTree
 from kvjax.core.array_folder import expand_user
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import put_on_mesh
-from kvjax.core.validation import as_list, is_traced, short_repr
+from kvjax.core.validation import ArgumentError, as_list, is_traced, short_repr
 from kvjax.generation.encoder import SOURCE, encode_source, has_encoded, refuse_auto, without_source
 from kvjax.generation.model import GenerationDefaults, capacity_bucket
 from kvjax.memory.sizes import has_encoder
@@ -47,11 +47,15 @@ def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> N
     for name, leaf in ours.items():
         shape, expected = np.shape(theirs[name]), np.shape(leaf)
         if shape != expected:
-            raise ValueError(f"{name} has shape {list(shape)}, but the model's is {list(expected)}")
+            raise ArgumentError(
+                f"{name} has shape {list(shape)}, but the model's is {list(expected)}",
+                param="params",
+            )
         dtype = theirs[name].dtype
         if dtypes and dtype != leaf.dtype:
-            raise ValueError(
-                f"{name} is {dtype}, but the model's is {leaf.dtype}: lm.put(params) casts it"
+            raise ArgumentError(
+                f"{name} is {dtype}, but the model's is {leaf.dtype}: lm.put(params) casts it",
+                param="params",
             )
     if jax.tree.structure(params) != jax.tree.structure(own):
         raise ValueError(

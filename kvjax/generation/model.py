@@ -14,7 +14,7 @@ from kvjax.core import control_flow
 from kvjax.core.mesh_context import allow_host_to_device
 from kvjax.core.target import default_device
 from kvjax.core.typing import Array, Counts, Tokens
-from kvjax.core.validation import as_int, check_not_traced, is_traced
+from kvjax.core.validation import ArgumentError, as_int, check_not_traced, is_traced
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.sizes import LoadedModel
 from kvjax.policies.model_config import (
@@ -213,7 +213,9 @@ def choose_capacity(
     if given is not None:
         most = max_capacity(given)
         if max_len not in (None, most):
-            raise ValueError(f"max_len is {max_len}, but the given cache holds {most}")
+            raise ArgumentError(
+                f"max_len is {max_len}, but the given cache holds {most}", param="max_len"
+            )
         if need > most:
             raise ValueError(
                 f"{required}, but the given cache holds {most}: call kvjax.grow(cache, {need})"
@@ -227,7 +229,9 @@ def choose_capacity(
         return bucket if positions is None else min(bucket, positions)
     max_len = as_int("max_len", max_len, 1)
     if positions is not None and positions < max_len < UNLIMITED:
-        raise ValueError(f"max_len is {max_len}, but the model has only {positions} positions")
+        raise ArgumentError(
+            f"max_len is {max_len}, but the model has only {positions} positions", param="max_len"
+        )
     if need > max_len:
         raise ValueError(f"{required}, but max_len is {max_len}")
     return max_len

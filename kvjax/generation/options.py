@@ -114,9 +114,14 @@ class GenerationOptions(SamplingParams):
         normalize_bool_field(self, "padded")
         normalize_bool_field(self, "use_cache")
         if not isinstance(self.limits, InferenceLimits | None):
-            raise ValueError(f"limits must be InferenceLimits, got {self.limits!r:.80}")
+            raise ArgumentError(
+                f"limits must be InferenceLimits, got {self.limits!r:.80}", param="limits"
+            )
         if not isinstance(self.prefix_cache, PrefixTree | Tenant | None):
-            raise ValueError(f"prefix_cache must be a PrefixTree, got {self.prefix_cache!r:.80}")
+            raise ArgumentError(
+                f"prefix_cache must be a PrefixTree, got {self.prefix_cache!r:.80}",
+                param="prefix_cache",
+            )
 
 
 def explicit_signature(

@@ -23,7 +23,7 @@ from kvjax.core.typing import (
     SlotPositions,
     Slots,
 )
-from kvjax.core.validation import INT32_MAX, UNLIMITED, normalize_int_field
+from kvjax.core.validation import INT32_MAX, UNLIMITED, ArgumentError, normalize_int_field
 from kvjax.layouts.layout import Dense, Integers, Layout, LayoutSpec, Region, Run
 from kvjax.layouts.split import LayoutSlice
 
@@ -73,9 +73,10 @@ class Paged(Layout):
     ) -> "Paged":
         size = self.page_size
         if not MIN_PAGE_SIZE <= size <= MAX_PAGE_SIZE or size % PAGE_SIZE_MULTIPLE:
-            raise ValueError(
+            raise ArgumentError(
                 f"page_size={size}: pages have {MIN_PAGE_SIZE} to {MAX_PAGE_SIZE} tokens, a "
-                f"multiple of {PAGE_SIZE_MULTIPLE}"
+                f"multiple of {PAGE_SIZE_MULTIPLE}",
+                param="page_size",
             )
         inner = self.inner.resolve(max_len, window, initial_len, min_rewind)
         return replace(self, inner=inner, pool=None)
@@ -149,9 +150,10 @@ class Paged(Layout):
     def in_blocks(self, block: int, recent: int) -> "Paged":
         """Pages of whole blocks."""
         if self.page_size % block:
-            raise ValueError(
+            raise ArgumentError(
                 f"page_size={self.page_size} is no multiple of the block of {block} tokens that "
-                "codecs encode, or placements move, at once"
+                "codecs encode, or placements move, at once",
+                param="page_size",
             )
         inner = self.inner.in_blocks(block, recent)
         return replace(self, page_size=self.page_size // block, inner=inner)

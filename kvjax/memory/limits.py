@@ -11,7 +11,14 @@ from jax.sharding import AbstractMesh, Mesh
 
 from kvjax.core.target import default_device
 from kvjax.core.typing import Json
-from kvjax.core.validation import INT32_MAX, as_int, as_python, normalize_int_field, short_repr
+from kvjax.core.validation import (
+    INT32_MAX,
+    ArgumentError,
+    as_int,
+    as_python,
+    normalize_int_field,
+    short_repr,
+)
 from kvjax.layouts import UNLIMITED
 from kvjax.memory.planning import PREFILL_CHUNK, estimated_temporaries
 from kvjax.memory.sizes import LoadedModel, Plannable, cache_nbytes, device_bytes, weight_bytes
@@ -110,11 +117,14 @@ class InferenceLimits:
         object.__setattr__(self, "cache_memory_ratio", ratio)
         number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 0 < ratio <= 1):
-            raise ValueError(
-                f"cache_memory_ratio must be above 0 and at most 1, got {short_repr(ratio)}"
+            raise ArgumentError(
+                f"cache_memory_ratio must be above 0 and at most 1, got {short_repr(ratio)}",
+                param="cache_memory_ratio",
             )
         if self.device_memory is not None and ratio is None:
-            raise ValueError("device_memory needs cache_memory_ratio: give both")
+            raise ArgumentError(
+                "device_memory needs cache_memory_ratio: give both", param="device_memory"
+            )
 
     def check(
         self,
@@ -252,7 +262,9 @@ def what_fits(
     max_len = as_int("max_len", max_len, 1, INT32_MAX)
     devices = as_int("devices", devices, 1)
     if not 0 < fraction <= 1:
-        raise ValueError(f"fraction must be above 0 and at most 1, got {fraction}")
+        raise ArgumentError(
+            f"fraction must be above 0 and at most 1, got {fraction}", param="fraction"
+        )
     heads = common_heads(model.config)
     if heads % devices:
         raise ValueError(f"{devices} devices can't share {heads} key-value heads evenly")

@@ -19,7 +19,7 @@ from kvjax.attention.blocks import COARSE_BLOCK, MAX_KEY_NUMBERS, QUERY_CHUNK
 from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache
 from kvjax.core.typing import Array, Tokens
-from kvjax.core.validation import INT32_MAX, as_int
+from kvjax.core.validation import INT32_MAX, ArgumentError, as_int
 from kvjax.memory.sizes import (
     Plannable,
     abstract_cache,
@@ -124,7 +124,9 @@ def plan(
     length = as_int("length", max_len if length is None else length, 1)
     chunk = min(as_int("prefill_chunk", prefill_chunk, 1), max_len)
     if length > max_len:
-        raise ValueError(f"length must be at most max_len={max_len}, got {length}")
+        raise ArgumentError(
+            f"length must be at most max_len={max_len}, got {length}", param="length"
+        )
     model = as_plannable(model)
     for name in ("num_attention_heads", "hidden_size"):
         if not hasattr(model.config, name):

@@ -16,6 +16,7 @@ from kvjax.cache.creation import init_cache
 from kvjax.cache.sizes import nbytes, shards_of
 from kvjax.cache.state import KVCache, LayerCache
 from kvjax.core.pytree import tree_bytes
+from kvjax.core.validation import ArgumentError
 from kvjax.placement.device import ahead_bytes
 from kvjax.placement.mesh import MeshSharding
 from kvjax.policies.cache_policy import CachePolicy
@@ -226,9 +227,10 @@ def as_plannable(model: object) -> Plannable:
     architecture = getattr(model, "architecture", model)
     for part in ("config", "apply", "abstract_params"):
         if not hasattr(architecture, part):
-            raise ValueError(
+            raise ArgumentError(
                 "model must be a loaded model, its architecture or a ModelShape, got a "
-                f"{type(architecture).__name__}, which has no {part}"
+                f"{type(architecture).__name__}, which has no {part}",
+                param="model",
             )
     if has_encoder(architecture):
         raise ValueError(

@@ -13,7 +13,7 @@ from kvjax.cache.explicit_axes import automatic_axes
 from kvjax.cache.paging import fork_pages
 from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core.typing import Array
-from kvjax.core.validation import is_traced
+from kvjax.core.validation import ArgumentError, is_traced
 from kvjax.layouts import UNLIMITED, Layout, as_paged, unpaged_layout
 from kvjax.operations.capacity import grown_mark, pad_layer
 from kvjax.operations.conversion import convert_entry, with_policies, without_pages
@@ -48,15 +48,18 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
       ```
     """
     if isinstance(caches, KVCache) or not isinstance(caches, Iterable):
-        raise ValueError(f"caches must be a list of caches, got a {type(caches).__name__}")
+        raise ArgumentError(
+            f"caches must be a list of caches, got a {type(caches).__name__}", param="caches"
+        )
     caches = list(caches)
     if wrong := [cache for cache in caches if not isinstance(cache, KVCache)]:
-        raise ValueError(
-            f"caches must be a list of caches, got a list with a {type(wrong[0]).__name__}"
+        raise ArgumentError(
+            f"caches must be a list of caches, got a list with a {type(wrong[0]).__name__}",
+            param="caches",
         )
     caches = [validated("kvjax.concatenate", cache) for cache in caches]
     if not caches:
-        raise ValueError("caches must not be empty")
+        raise ArgumentError("caches must not be empty", param="caches")
     if any(cache.stacks is not None for cache in caches):
         return stack(concatenate([unstack(cache) for cache in caches]))
     first = caches[0]

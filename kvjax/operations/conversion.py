@@ -19,7 +19,7 @@ from kvjax.cache.state import KVCache, with_rows
 from kvjax.core.array_ops import flag_where
 from kvjax.core.transfer import fetch
 from kvjax.core.typing import Array, PerRow, RowMask
-from kvjax.core.validation import as_optional_int, is_traced
+from kvjax.core.validation import ArgumentError, as_optional_int, is_traced
 from kvjax.layouts import UNLIMITED, Layout, unpaged_layout
 from kvjax.operations.stacks import layer_by_layer
 from kvjax.placement.order import arrange
@@ -57,7 +57,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     max_len = as_optional_int("max_len", max_len, 1)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
-        raise ValueError(f"max_len is {max_len}, but {cache.last_position}")
+        raise ArgumentError(f"max_len is {max_len}, but {cache.last_position}", param="max_len")
     # The layer of the model that each entry was created for is the first one that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)

@@ -18,7 +18,7 @@ from kvjax.core.array_ops import flag_where
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_together, put_on_default_device
 from kvjax.core.typing import Array
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 from kvjax.layouts import as_paged
 from kvjax.operations.conversion import convert_layer, with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
@@ -84,7 +84,9 @@ def migrate(
     entries = range(len(cache.layers))
     if layers is not None:
         if not isinstance(layers, Iterable):
-            raise ValueError(f"layers must be a list of integers, got {layers!r:.80}")
+            raise ArgumentError(
+                f"layers must be a list of integers, got {layers!r:.80}", param="layers"
+            )
         entries = sorted({cache.entry(as_int("layer", number, 0)) for number in layers})
     return move_layers(cache, placement, entries)
 

@@ -16,7 +16,7 @@ from kvjax.cache.state import KVCache, LayerCache, with_rows
 from kvjax.core import control_flow
 from kvjax.core.array_ops import flag_where
 from kvjax.core.typing import Array, Counts, PerRow, RowMask
-from kvjax.core.validation import UNLIMITED, as_int, is_traced
+from kvjax.core.validation import UNLIMITED, ArgumentError, as_int, is_traced
 from kvjax.operations.capacity import grow_pools_for
 from kvjax.operations.conversion import with_policies, without_pages
 from kvjax.operations.stacks import layer_by_layer
@@ -63,7 +63,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     cache = validated("kvjax.select", cache, between=False)
     index = as_int_array("rows must be a list of integers", rows)
     if index.ndim != 1 or not index.size:
-        raise ValueError(f"rows must be a list of integers, got {rows!r:.80}")
+        raise ArgumentError(f"rows must be a list of integers, got {rows!r:.80}", param="rows")
     if not is_traced(index):
         wrong = [int(row) for row in np.asarray(index) if not 0 <= row < cache.batch]
         if wrong:
@@ -152,7 +152,9 @@ def reset(cache: KVCache, rows: Array | None = None) -> KVCache:
     keep = jnp.zeros(cache.batch, bool)
     if rows is not None:
         if np.shape(rows) != (cache.batch,) or jnp.asarray(rows).dtype != bool:
-            raise ValueError(f"rows must be bool[batch={cache.batch}], got {rows!r:.80}")
+            raise ArgumentError(
+                f"rows must be bool[batch={cache.batch}], got {rows!r:.80}", param="rows"
+            )
         keep = ~jnp.asarray(rows)
     length, status = (jnp.where(keep, x, 0) for x in (cache.length, cache.status))
     written = jnp.where(keep[:, None], cache.written, 0)
@@ -224,11 +226,13 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
     cache = validated("kvjax.rewind", cache)
     back = as_int_array("tokens must be an integer, or one per row", tokens)
     if back.shape not in ((), (cache.batch,)):
-        raise ValueError(
-            f"tokens must be an integer or int32[batch={cache.batch}], got shape {list(back.shape)}"
+        raise ArgumentError(
+            f"tokens must be an integer or int32[batch={cache.batch}], got shape "
+            f"{list(back.shape)}",
+            param="tokens",
         )
     if not is_traced(back) and np.any(np.asarray(back) < 0):
-        raise ValueError(f"tokens must be >= 0, got {np.min(back)}")
+        raise ArgumentError(f"tokens must be >= 0, got {np.min(back)}", param="tokens")
     # Numbers beyond int32 are too large in any case.
     back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
     back = jnp.broadcast_to(back, cache.length.shape)

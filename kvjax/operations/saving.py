@@ -23,7 +23,7 @@ from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.core.target import current_target
 from kvjax.core.transfer import commit_together, fetch
 from kvjax.core.typing import Array
-from kvjax.core.validation import CheckpointError, as_optional_int
+from kvjax.core.validation import ArgumentError, CheckpointError, as_optional_int
 from kvjax.layouts import UNLIMITED, as_paged
 from kvjax.operations.capacity import grow
 from kvjax.operations.conversion import with_policies
@@ -126,8 +126,9 @@ def save_cache(
     if texts is not None and (
         len(texts) != len(length) or any(n > len(x) for n, x in zip(length, texts, strict=True))
     ):
-        raise ValueError(
-            f"tokens has {[len(row) for row in texts]} tokens, but the rows hold {length.tolist()}"
+        raise ArgumentError(
+            f"tokens has {[len(row) for row in texts]} tokens, but the rows hold {length.tolist()}",
+            param="tokens",
         )
     cache = _on_one_device(cache)
     metadata = {
@@ -272,9 +273,10 @@ def load_cache(
         cache = _restore(settings, arrays, max_len or 0)
     most = cache.max_len if cache.grows_to is None else cache.grows_to
     if max_len is not None and UNLIMITED > most > max_len:
-        raise ValueError(
+        raise ArgumentError(
             f"max_len is {max_len}, but the cache in {path} holds {most}: load it without max_len "
-            "and shrink it with kvjax.convert"
+            "and shrink it with kvjax.convert",
+            param="max_len",
         )
     if max_len is not None and most < max_len and cache.grows_to is None:
         cache = grow(cache, max_len)

@@ -16,7 +16,7 @@ from kvjax.core.mesh_context import check_mesh_context
 from kvjax.core.target import Target, default_device, target_of
 from kvjax.core.topology import target_devices
 from kvjax.core.transfer import default_memory_kind, put_on_mesh
-from kvjax.core.validation import as_int, is_traced
+from kvjax.core.validation import ArgumentError, as_int, is_traced
 from kvjax.placement.order import Order, Orders
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
@@ -52,7 +52,9 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
     if isinstance(devices, str):
         devices = target_devices(devices, math.prod(sizes.values()))
     if devices is not None and not _are_devices(devices):
-        raise ValueError(f"devices must be a list of different jax.Device, got {devices!r:.80}")
+        raise ArgumentError(
+            f"devices must be a list of different jax.Device, got {devices!r:.80}", param="devices"
+        )
     devices = jax.devices() if devices is None else list(np.ravel(np.asarray(devices, object)))
     count = math.prod(sizes.values())
     if count > len(devices):

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from kvjax.codecs import MULTIPLE, Codec, Raw
 from kvjax.core.typing import Array
-from kvjax.core.validation import normalize_int_field
+from kvjax.core.validation import ArgumentError, normalize_int_field
 from kvjax.layouts import Dense, Layout, Split, as_paged
 from kvjax.paging.allocator import PageGroup
 from kvjax.placement.device import Device
@@ -61,9 +61,13 @@ class CachePolicy:
                 )
         normalize_int_field(self, "recent", 0)
         if normalize_int_field(self, "block", 1) % MULTIPLE:
-            raise ValueError(f"block={self.block}: packed codes need a multiple of {MULTIPLE}")
+            raise ArgumentError(
+                f"block={self.block}: packed codes need a multiple of {MULTIPLE}", param="block"
+            )
         if self.prefill not in ("sight", "exact"):
-            raise ValueError(f"prefill={self.prefill!r}: use 'sight' or 'exact'")
+            raise ArgumentError(
+                f"prefill={self.prefill!r}: use 'sight' or 'exact'", param="prefill"
+            )
 
     @property
     def has_tail(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvjax.codecs import MULTIPLE, Codec, HalfQuadratic, Integer, quantized_codec
 from kvjax.core.reporting import parse_bytes
-from kvjax.core.validation import as_int, as_python, normalize_int_field
+from kvjax.core.validation import ArgumentError, as_int, as_python, normalize_int_field
 from kvjax.layouts import Dense, Growing, Paged, Ring
 from kvjax.placement.device import Budget, Device, Host
 from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
@@ -292,7 +292,9 @@ def transformers_policy(
         "hqq": ((1, 2, 3, 4, 8), {1: "token", 0: "channel"}),
     }
     if backend not in backends:
-        raise ValueError(f"backend={backend!r}: use {' or '.join(map(repr, backends))}")
+        raise ArgumentError(
+            f"backend={backend!r}: use {' or '.join(map(repr, backends))}", param="backend"
+        )
     widths, axes = backends[backend]
     settings = (
         ("nbits", nbits, widths),

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from kvjax.cache.state import KVCache
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import parse_bytes
-from kvjax.core.validation import INT32_MAX, as_bool, as_int, as_optional_int
+from kvjax.core.validation import INT32_MAX, ArgumentError, as_bool, as_int, as_optional_int
 from kvjax.layouts import as_paged
 from kvjax.memory.sizes import LoadedModel, abstract_cache, has_encoder
 from kvjax.policies.cache_policy import CachePolicy
@@ -157,7 +157,9 @@ def make_pool_config(
     if length is None:
         raise ValueError("the model has no position limit; give max_len=")
     if limit is not None and length > limit:
-        raise ValueError(f"max_len is {length}, but the model has {limit} positions")
+        raise ArgumentError(
+            f"max_len is {length}, but the model has {limit} positions", param="max_len"
+        )
     exact_prefix = as_bool("exact_prefix", exact_prefix)
     policies = _paged_policies(policy, lm.config)
     config = PoolConfig(
@@ -221,8 +223,9 @@ def _size_pools(
         page_bytes = sum(group.page_bytes for group in config.groups)
         pages = memory // page_bytes
         if not pages:
-            raise ValueError(
-                f"memory is {memory} bytes, but one page of all layers takes {page_bytes}"
+            raise ArgumentError(
+                f"memory is {memory} bytes, but one page of all layers takes {page_bytes}",
+                param="memory",
             )
     return _with_pages(policies, as_int("pages", pages, 1))
 

@@ -23,7 +23,7 @@ from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.pytree import tree_bytes
 from kvjax.core.reporting import report_progress
 from kvjax.core.typing import Array
-from kvjax.core.validation import as_int
+from kvjax.core.validation import ArgumentError, as_int
 from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_device
@@ -236,7 +236,9 @@ def evaluate(
     own = getattr(lm.config, "max_position_embeddings", None) or limit or 2048
     context = as_int("context", own if context is None else context, 2)
     if limit is not None and context > limit:
-        raise ValueError(f"context is {context}, but the model has only {limit} positions")
+        raise ArgumentError(
+            f"context is {context}, but the model has only {limit} positions", param="context"
+        )
     chunk = as_int("chunk", chunk, 1)
     context = min(context, len(tokens))
     count = len(tokens) // context

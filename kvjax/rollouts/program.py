@@ -19,7 +19,7 @@ from kvjax.core.array_ops import arange_row
 from kvjax.core.mesh_context import without_mesh_context
 from kvjax.core.transfer import commit_like
 from kvjax.core.typing import Array, Counts, PerRow, Tokens
-from kvjax.core.validation import UNLIMITED, as_int, is_traced
+from kvjax.core.validation import UNLIMITED, ArgumentError, as_int, is_traced
 from kvjax.generation.cache_choice import size_pools
 from kvjax.generation.loaded_model import LanguageModel, check_params_match, without_weak_types
 from kvjax.generation.model import Model, ModelConfig, check_model, choose_capacity
@@ -166,9 +166,10 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Tokens, Co
         return tokens, np.array([len(ids) for ids in rows], np.int32)
     tokens, lengths = prompts
     if np.shape(lengths) != np.shape(tokens)[:1]:
-        raise ValueError(
+        raise ArgumentError(
             "prompts must be tokens [batch, prompt] and lengths [batch], got shapes "
-            f"{list(np.shape(tokens))} and {list(np.shape(lengths))}"
+            f"{list(np.shape(tokens))} and {list(np.shape(lengths))}",
+            param="prompts",
         )
     for name, array in (("tokens", tokens), ("lengths", lengths)):
         dtype = jnp.result_type(array)
@@ -200,7 +201,7 @@ def sampling_of(
     high = seed
     if not is_traced(seed) and not isinstance(seed, jax.Array):
         if as_int("seed", seed, 0) >= 2**32:
-            raise ValueError(f"seed is {seed}, but must be below 2**32")
+            raise ArgumentError(f"seed is {seed}, but must be below 2**32", param="seed")
         high = np.uint32(int(seed))
     high = jnp.broadcast_to(jnp.asarray(high).astype(jnp.uint32), (rows,))
     seeds = jnp.stack([jnp.asarray(sampling.seeds[:, 0]), high], axis=1)

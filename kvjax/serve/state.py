@@ -4,7 +4,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from kvjax.core.validation import normalize_int_field
+from kvjax.core.validation import ArgumentError, normalize_int_field
 from kvjax.engine.handle import Handle
 from kvjax.engine.service import Service
 from kvjax.generation.guides.grammars import Guides
@@ -158,7 +158,9 @@ class ServerSettings:
             "shutdown_timeout": self.shutdown_timeout,
         }.items():
             if not 0 < value < math.inf:
-                raise ValueError(f"{name} is {value!r}: give a positive number of seconds")
+                raise ArgumentError(
+                    f"{name} is {value!r}: give a positive number of seconds", param=name
+                )
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or " " in key:
                 raise ValueError("an API key must be printable ASCII without spaces")

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvjax.core.validation import ArgumentError
 from kvjax.generation.model import ModelConfig
 from kvjax.sampling.filters import ALL_ALLOWED
 
@@ -47,9 +48,14 @@ def guide_mask(guide: Guide, words: int) -> np.ndarray:
     """
     bits = np.asarray(guide.allowed())
     if bits.shape != (words,) or bits.dtype != np.uint32:
-        raise ValueError(f"a guide must return uint32[{words}], got {bits.dtype}{list(bits.shape)}")
+        raise ArgumentError(
+            f"a guide must return uint32[{words}], got {bits.dtype}{list(bits.shape)}",
+            param="guide",
+        )
     if not bits.any():
-        raise ValueError("a guide allows no token: at its end it must allow end-of-text tokens")
+        raise ArgumentError(
+            "a guide allows no token: at its end it must allow end-of-text tokens", param="guide"
+        )
     return bits
 
 
@@ -114,16 +120,20 @@ def check_guide(guide: Guide, eos: Collection[int], min_new_tokens: int, *method
     a token outside ``eos``, or is used together with ``min_new_tokens``."""
     missing = [name for name in ("allowed", "accept", *methods) if not hasattr(guide, name)]
     if missing:
-        raise ValueError(f"a guide needs a method {missing[0]}(), but {guide!r:.60} has none")
+        raise ArgumentError(
+            f"a guide needs a method {missing[0]}(), but {guide!r:.60} has none", param="guide"
+        )
     if min_new_tokens:
-        raise ValueError(
+        raise ArgumentError(
             f"min_new_tokens is {min_new_tokens}, but a guide may allow end-of-text tokens only: "
-            "leave out min_new_tokens"
+            "leave out min_new_tokens",
+            param="min_new_tokens",
         )
     ends = set(getattr(guide, "ends", ())) - set(eos)
     if ends:
-        raise ValueError(
-            f"a guide ends its text with token {min(ends)}, which must be in eos_token_ids"
+        raise ArgumentError(
+            f"a guide ends its text with token {min(ends)}, which must be in eos_token_ids",
+            param="guide",
         )
 
 
