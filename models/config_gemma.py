@@ -18,7 +18,7 @@ class SharingConfig(DecoderConfig):
       intermediate_sizes: the feed-forward width of each layer.
       num_kv_shared_layers: the number of layers, at the end, that attend to earlier layers' keys
         and values.
-      hidden_size_per_layer_input: the width of the per-layer embeddings; 0 if there are none.
+      hidden_size_per_layer_input: the width of the per-layer embeddings; 0 without such embeddings.
       vocab_size_per_layer_input: the rows of the per-layer embedding table.
     """
 

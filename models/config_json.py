@@ -1,4 +1,4 @@
-"""Read ``config.json``; ``config_gemma.py`` reads that of the Gemma families.
+"""Read ``config.json``; ``config_gemma.py`` reads the files of the Gemma families.
 
 Defaults match Transformers' configuration classes (5.23). Fields that Transformers ignores for a
 model are ignored here too.

@@ -209,7 +209,7 @@ def locate(
       weights: weight files to download in addition to the small files.
 
     Raises:
-      CheckpointError: if there is no such folder and no such model, or the hub is not reachable or
+      CheckpointError: if neither the folder nor the model exists, or the hub is not reachable or
         refuses. The message says what to do.
       ValueError: if ``revision`` is given for a folder.
     """

@@ -27,7 +27,7 @@ class _MultimodalDefaults:
       tied: the default of the outer ``tie_word_embeddings``.
       either: True if the embeddings are tied when either ``text_config`` or the outer config says
         so.
-      missing: the text model's fields if there is no ``text_config``.
+      missing: the text model's fields, where ``text_config`` is missing.
       flat: True if the text model's fields may be at the top level instead of in ``text_config``.
     """
 
