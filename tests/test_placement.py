@@ -323,7 +323,7 @@ def test_a_plan_tells_places_apart():
     found = plan(MODEL, policy, batch=2, max_len=512)
     assert found.source == "estimated"
     assert found.cache == kvjax.nbytes(cache) and set(found.cache) == {"host", "device"}
-    assert found.token == {"host": 2 * 2 * 2 * 8 * 4}
+    assert found.bytes_per_token == {"host": 2 * 2 * 2 * 8 * 4}
     assert found.device < found.weights + found.temporaries + sum(found.cache.values())
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.generation import scoring
+from kvjax.generation.model import GenerationDefaults
 from kvjax.generation.results import Timer
 from kvjax.generation.scoring import filtered_log_softmax
 from tests.test_prefixes import small
@@ -88,6 +89,21 @@ def test_a_padded_result_has_the_lists_in_arrays(lm):
     assert lists.lengths is None
     with pytest.raises(ValueError, match="padded must be True or False, got 3"):
         kvjax.generate(lm, PROMPTS, padded=3)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"num_beams": 2, "early_stopping": True}, {"temperature": 1.0, "best_of": 2}],
+)
+def test_arrays_are_padded_with_the_pad_token(lm, settings):
+    lm = dataclasses.replace(lm, generation=GenerationDefaults(pad_token_id=7))
+    tokens = kvjax.generate(lm, PROMPTS, max_new_tokens=5, **settings).tokens
+    arrays = kvjax.generate(
+        lm, PROMPTS, max_new_tokens=5, padded=True, eos_token_ids=tokens[0], **settings
+    )
+    assert arrays.lengths.min() < 5
+    for row, length in zip(arrays.tokens, arrays.lengths, strict=True):
+        assert row[length:].tolist() == [7] * (5 - length)
 
 
 @pytest.fixture(scope="module")

@@ -45,7 +45,7 @@ class BestOf(Iterator[Piece]):
         logprobs = 0 if request.logprobs is None else request.logprobs
         all_samples = replace(request, logprobs=logprobs, padded=False, search=None)
         self._running = Stream(lm, all_samples, streamed=False, chunks=chunks)
-        self._request, self._padding = request, getattr(lm, "padding", 0)
+        self._request, self._padding = request, getattr(lm, "pad_token_id", 0)
         self._result: GenerationResult | None = None
 
     def __next__(self) -> Piece:

@@ -127,7 +127,7 @@ class Stream(PieceIterator):
         self._request, self._chunks = request, chunks
         self._session = session_of(lm, request)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
-        self._padding = getattr(lm, "padding", 0)
+        self._padding = getattr(lm, "pad_token_id", 0)
         sequences = request.row_sequences
         guides = request.guides or [None] * len(sequences)
         self._rows = [

@@ -192,7 +192,7 @@ class BeamStream(PieceIterator):
         self._session = Session(lm, request)
         self._search = search_of(request, self._session)
         self._has_text, self._config = lm.tokenizer is not None, lm.config
-        self._padding = getattr(lm, "padding", 0)
+        self._padding = getattr(lm, "pad_token_id", 0)
         self._num_return, self._beams = search.num_return, search.beams
         self._num_prompts = request.rows // request.samples
         prompts = request.prompts[: self._num_prompts]
