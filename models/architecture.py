@@ -110,7 +110,7 @@ class Architecture:
         """
         if is_traced(last_only):
             raise ArgumentError(
-                'last_only is no array: jax.jit(..., static_argnames="last_only")',
+                'last_only must be static: use jax.jit(..., static_argnames="last_only")',
                 param="last_only",
             )
         if cache is not None:
@@ -122,7 +122,8 @@ class Architecture:
             check_not_symbolic("tokens", tokens.shape)
         if tokens.ndim != 2 or 0 in tokens.shape:
             raise ArgumentError(
-                f"tokens must be [batch, new], none of them 0, got {tokens.shape}", param="tokens"
+                f"tokens must be [batch, new], each at least 1, got shape {tokens.shape}",
+                param="tokens",
             )
         if not jnp.issubdtype(tokens.dtype, jnp.integer):
             raise ArgumentError(f"tokens must be whole numbers, got {tokens.dtype}", param="tokens")
@@ -199,8 +200,8 @@ class Architecture:
         tokens = jnp.asarray(tokens)
         if tokens.shape != (source.batch, tokens.shape[-1]) or tokens.shape[1] > source.max_len:
             raise ValueError(
-                f"tokens are {list(tokens.shape)}, and the source has {source.batch} row(s) with "
-                f"room for {source.max_len} tokens"
+                f"tokens are {list(tokens.shape)}, but the source has {source.batch} row(s) of at "
+                f"most {source.max_len} tokens"
             )
         if not is_traced(source.length) and jnp.any(source.length > 0):
             raise ValueError("the source already contains tokens: an encoder fills an empty cache")

@@ -77,7 +77,7 @@ def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[st
 
 def read_rope_layers(config: Fields, layers: int) -> tuple[bool, ...]:
     """Whether each layer has rotary positions: where ``no_rope_layers``, despite its name, is 1.
-    Without it, all layers have, except every ``no_rope_layer_interval``-th."""
+    Without that field, all layers have them, except every ``no_rope_layer_interval``-th."""
     every = config.integer("no_rope_layer_interval", 4)
     rotated = config.raw("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
     wrong = not isinstance(rotated, list) or len(rotated) < layers

@@ -78,8 +78,8 @@ class Gemma4Config(SharingConfig):
     """The text part of Gemma 4.
 
     Attributes:
-      num_key_value_heads, head_dim: of layers with a window.
-      num_global_key_value_heads, global_head_dim: of layers that attend to the whole sequence.
+      num_key_value_heads, head_dim: heads of layers with a window.
+      num_global_key_value_heads, global_head_dim: heads of layers with full attention.
       attention_k_eq_v: whether the latter have no value projection and use the keys as values.
       num_experts: 0 if the model has no experts.
 

@@ -1,4 +1,4 @@
-"""Load a checkpoint: a folder, a model of the Hugging Face hub, or the embedded one."""
+"""Load a checkpoint: a folder, a model of the Hugging Face hub, or the embedded model."""
 
 import dataclasses
 import re
@@ -201,7 +201,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 def locate(
     path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
 ) -> Path:
-    """The folder of a checkpoint. A checkpoint of the hub is downloaded if it is not in the cache.
+    """The folder of a checkpoint. If a hub checkpoint is not in the hub's cache, it is downloaded.
 
     Args:
       path_or_id: a folder, or a hub id (``owner/name``); None is the embedded model.
@@ -209,8 +209,8 @@ def locate(
       weights: weight files to download in addition to the small files.
 
     Raises:
-      CheckpointError: if neither the folder nor the model exists, or the hub is not reachable or
-        refuses. The message says what to do.
+      CheckpointError: if neither the folder nor the model exists, or the hub can't be reached or
+        refuses access. The message says what to do.
       ValueError: if ``revision`` is given for a folder.
     """
     folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
@@ -251,7 +251,9 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
             "`hf auth login` or set HF_TOKEN, and try again"
         ) from error
     except errors.RevisionNotFoundError as error:
-        raise CheckpointError(f"{name}: the hub has no revision {revision!r} of it") from error
+        raise CheckpointError(
+            f"{name}: the hub has no revision {revision!r} of this model"
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"{name}: no folder and no public model on the hub has this name. Check the spelling; "

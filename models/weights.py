@@ -74,8 +74,8 @@ def _enter_once(result: Stored, name: str, tensor: StoredTensor) -> None:
     known = result.setdefault(name, tensor)
     if known is not tensor and not _same(known, tensor):
         raise CheckpointError(
-            f"{tensor.file}: the tensors {known.name} and {tensor.name} are one in this model, "
-            "and differ in the file"
+            f"{tensor.file}: the tensors {known.name} and {tensor.name} are the same parameter "
+            "of this model, but differ in the file"
         )
 
 

@@ -325,7 +325,7 @@ INVALID_LINES = {
     '{"tokens": "abc"}': "tokens must be a list of token ids",
     '{"tokens": []}': "is empty",
     '{"tokens": [300]}': "token id 300 is out of range",
-    '{"tokens": [1.5]}': "must be a text or a list of token ids",
+    '{"tokens": [1.5]}': "must be a string or a list of token ids",
     '{"messages": "hi"}': "messages must be a list of messages",
     '{"messages": []}': "messages must be a list of at least one message",
     '{"messages": ["hi"]}': "a message must be a dict with a role",

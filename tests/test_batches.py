@@ -195,7 +195,7 @@ def test_one_cache_for_two_batches_is_refused(tiny_llama):
 def test_wrong_arguments_are_told_at_once(tiny_llama, wrong, message):
     with pytest.raises(ValueError, match=message):
         kvjax.generate_batches(tiny_llama, ["abc"], **wrong)
-    with pytest.raises(ValueError, match="prompts are a text, a list of texts"):
+    with pytest.raises(ValueError, match="prompts are a string, a list of strings"):
         next(kvjax.generate_batches(tiny_llama, [None]))
     with pytest.raises(ValueError, match="must be a KVCache, got 'static'"):
         kvjax.generation.Batch("a", "static")

@@ -76,7 +76,7 @@ def test_errors_do_not_end_the_chat(run_chat, tiny_llama, tmp_path):
         "/undo": "the chat has 0",
         "/edit x": "turn 0 does not exist: the chat has 0",
         "/save": "/save takes a folder",
-        f"/save {tmp_path / 'mine'}": "which is not overwritten",
+        f"/save {tmp_path / 'mine'}": "so it is not overwritten",
         f"/load {tmp_path}": "no chat was saved there",
         "/exit now": "/exit takes no argument",
         "a" * 300: "but can hold 256",

@@ -476,7 +476,7 @@ def test_files_that_are_no_chat(tiny_llama, tmp_path):
         with pytest.raises(kvjax.CheckpointError, match=message):
             kvjax.Chat.load(tiny_llama, tmp_path, logits_hook=_unchanged)
     (tmp_path / "mine").write_text("")
-    with pytest.raises(kvjax.CheckpointError, match="is not a chat, which is not overwritten"):
+    with pytest.raises(kvjax.CheckpointError, match="is not a chat, so it is not overwritten"):
         chat.save(tmp_path)
 
 

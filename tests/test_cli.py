@@ -738,10 +738,10 @@ def test_mesh(run, tiny_llama_dir, tiny_llama, full):
         code, out, _ = run("generate", "abc", *arguments, "--mesh", mesh)
         assert (code, out) == (0, expected + "\n")
     for wrong, message in {
-        "tensor": "a mesh is written as data=2,tensor=4,sequence=1, each once, or auto",
-        "model=2": "the mesh has an axis 'model': kvjax knows data, tensor, sequence",
+        "tensor": "a mesh must be auto, or sizes of axes such as data=2,tensor=4",
+        "model=2": "the mesh has an axis 'model': kvjax supports data, tensor, sequence",
         "stage=2": "has no pipeline parallelism",
-        "tensor=64": "tensor=64 x sequence=1 needs 64 devices: there are 8 (XLA_FLAGS=",
+        "tensor=64": "tensor=64 x sequence=1 needs 64 devices, but there are 8 (XLA_FLAGS=",
     }.items():
         assert_one_line_error(run("generate", "abc", *arguments, "--mesh", wrong), message)
 

@@ -666,7 +666,7 @@ def test_a_host_that_a_compiler_does_not_know_is_refused(device, lm):
 def test_only_what_kvjax_runs_is_compiled(lm):
     here = jax.devices()[0]
     for model, policy, device, message in (
-        (SHAPES["gpt2"], "static", here, "a ModelShape can only be planned for"),
+        (SHAPES["gpt2"], "static", here, "a ModelShape can only be used for planning"),
         (lm.config, "static", here, "its architecture or a ModelShape, got a LlamaConfig"),
         (lm.architecture, "static", None, "got a Architecture: without weights, compile needs"),
         (lm, kvjax.policy("auto", memory="1MB"), here, "moves layers at run time"),

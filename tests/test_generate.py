@@ -651,8 +651,8 @@ def test_logits_that_are_no_numbers_are_raised_not_drawn_from(
         ([], {}, "no prompts"),
         ([[1, 258]], {}, r"prompt 0: token id 258 is out of range: .* 258 tokens, 0 to 257"),
         ([[-1]], {}, "token id -1 is out of range"),
-        ([1, 2], {}, "prompt 0 must be a text or a list of token ids, got 1"),
-        ([[1.5]], {}, "prompt 0 must be a text or a list of token ids"),
+        ([1, 2], {}, "prompt 0 must be a string or a list of token ids, got 1"),
+        ([[1.5]], {}, "prompt 0 must be a string or a list of token ids"),
         ("a", {"max_new_tokens": 0}, "max_new_tokens must be .* >= 1, got 0"),
         ("a", {"max_new_tokens": -3}, "max_new_tokens must be .* >= 1, got -3"),
         ("a", {"min_new_tokens": -1}, "min_new_tokens must be .* >= 0, got -1"),
@@ -698,7 +698,7 @@ def test_bad_requests_of_a_continuation(byte_tokenizer):
         generate(lm, "c", cache=cache, max_new_tokens=3)
     with pytest.raises(ValueError, match="the cache has 1 rows, but there are 2 prompts"):
         generate(lm, ["a", "b"], cache=cache, max_new_tokens=1)
-    with pytest.raises(ValueError, match="max_len is 9, but the given cache holds 8"):
+    with pytest.raises(ValueError, match="max_len is 9, but the given cache's capacity is 8"):
         generate(lm, "a", cache=cache, max_len=9, max_new_tokens=1)
     with pytest.raises(ValueError, match="use_cache=False"):
         generate(lm, "a", cache=cache, use_cache=False, max_new_tokens=1)
@@ -851,5 +851,7 @@ def test_the_last_new_token_needs_no_position(tiny_llama, way):
 def test_a_layers_number_is_not_traced():
     cache = kvjax.init_cache(tiny_config(), batch=1, max_len=8)
     one = jnp.zeros((1, 2, 1, 8))
-    with pytest.raises(ValueError, match="the number of a layer is traced: layers have policies"):
+    with pytest.raises(
+        ValueError, match="the layer number is traced, but the layers are not stacked"
+    ):
         jax.jit(kvjax.append)(cache, 0, one, one)

@@ -418,7 +418,7 @@ def test_alternatives_of_one_of(embedded):
             ValueError, match=r"is not valid Unicode: .* is a lone surrogate, U\+D83D"
         ):
             getattr(made, way)(given)
-    with pytest.raises(ValueError, match="choices must be a list of texts, got one text: 'ab'"):
+    with pytest.raises(ValueError, match="choices must be a list of strings, got one string: 'ab'"):
         made.choices("ab")
 
 

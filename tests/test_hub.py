@@ -139,7 +139,7 @@ def hub_error(kind: str, status: int | None = None) -> Exception:
     [
         (hub_error("GatedRepoError", 403), "is gated. Accept its terms.*HF_TOKEN"),
         (hub_error("RepositoryNotFoundError", 401), "no folder and no public model on the hub"),
-        (hub_error("RevisionNotFoundError", 404), "the hub has no revision 'v9' of it"),
+        (hub_error("RevisionNotFoundError", 404), "the hub has no revision 'v9' of this model"),
         (hub_error("LocalEntryNotFoundError"), "at revision v9: not in the hub's cache, and the "
          "hub can't be reached.*HF_HUB_OFFLINE"),
         (hub_error("OfflineModeIsEnabled"), "not in the hub's cache"),

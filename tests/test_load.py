@@ -257,8 +257,8 @@ NORM = "model.norm.weight"
         (lambda t: t.update(score=t[NORM]), "surplus tensor score: the model described"),
         (
             lambda t: t.update({"norm.weight": t[NORM] + 1}),
-            "norm.weight and norm.weight are one in this model, and differ|"
-            f"norm.weight and {NORM} are one in this model, and differ",
+            "norm.weight and norm.weight are the same parameter of this model, but differ|"
+            f"norm.weight and {NORM} are the same parameter of this model, but differ",
         ),
         (lambda t: t.update({NORM: t[NORM][:9]}), rf"{NORM} has shape \[9\]; expected \[64\]"),
         (
@@ -492,7 +492,7 @@ def test_files_of_other_parts_alone_may_be_missing(folder, tiny_llama, capsys) -
         ),
         (
             lambda t: t.update({"model.language_model.norm.weight": np.ones(64, np.float32)}),
-            rf"{NORM} and model\.language_model\.norm\.weight are one in this model, and differ",
+            rf"{NORM} and model\.language_model\.norm\.weight are the same parameter",
         ),
         (lambda t: drop(t, f"language_model.{NORM}"), rf"missing tensor {NORM}"),
         (

@@ -104,7 +104,7 @@ def test_converting_to_more_slack_hides_nothing_that_is_seen(windowed, slacks):
     found, wide = feed(model, params, wide, 200, 206, rows=2, size=3)
     close(found, wanted)
     assert kvjax.rewindable(wide).tolist() == [min(8, *slacks)] * 2
-    with pytest.raises(ValueError, match="layer 0 does not hold all tokens of row 0"):
+    with pytest.raises(ValueError, match="layer 0 has lost tokens of row 0"):
         kvjax.convert(wide, "static", max_len=400)
 
 
@@ -307,7 +307,7 @@ def test_layers_that_have_room_stay_when_others_grow(layouts, max_len, to, slots
     grown = kvjax.grow(cache, to)
     assert tuple(layer.keys.shape[2] for layer in grown.layers) == slots
     assert grown.max_len == to
-    with pytest.raises(ValueError, match=f"holds {to} tokens a row: {to - 1} would be fewer"):
+    with pytest.raises(ValueError, match=f"to {to - 1} tokens a row: the capacity is already {to}"):
         kvjax.grow(grown, to - 1)
 
 

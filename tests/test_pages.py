@@ -501,7 +501,10 @@ def test_a_map_of_pages(tmp_path):
             "page_size=20: pages have 16 to 1024 tokens, a multiple of 8",
         ),
         (lambda: cache_of(paged(2048)), "page_size=2048"),
-        (lambda: cache_of(paged(24, codecs=("int8",), block=16)), "no multiple of the block of 16"),
+        (
+            lambda: cache_of(paged(24, codecs=("int8",), block=16)),
+            "page_size=24 must be a multiple of 16",
+        ),
         (lambda: cache_of(paged(pages=0)), "pages must be an integer >= 1, got 0"),
         (
             lambda: cache_of(paged(), rows=4, mesh=kvjax.make_mesh(sequence=2)),

@@ -143,8 +143,8 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "float tokens": "ValueError: tokens must be whole numbers, got float32",
         "one length": "ValueError: lengths must be [batch=2], got []",
         "lengths of other rows": "ValueError: lengths must be [batch=2], got [3]",
-        "too long": "ValueError: lengths of row 1 is 4: the call has 3 tokens",
-        "negative": "ValueError: lengths of row 0 is -1: the call has 3 tokens",
+        "too long": "ValueError: lengths[1] is 4, but the call has 3 token(s)",
+        "negative": "ValueError: lengths[0] is -1, but the call has 3 token(s)",
         "appended": "ValueError: lengths must be [batch=2], got [3]",
         "heads": "ValueError: keys must be [batch=2, kv_heads=2, new, head_dim=16], "
         "got [2, 4, 1, 16]",
@@ -188,7 +188,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "more than a ring's slack": "ValueError: 9 tokens in a call, but the ring has slack for "
         "3: append them in chunks of at most 3, or give the ring more slack (slack=8)",
         "lengths in parts": "ValueError: lengths must be integers, got float64",
-        "lengths of a query": "ValueError: lengths of row 0 is 5: the call has 1 tokens",
+        "lengths of a query": "ValueError: lengths[0] is 5, but the call has 1 token(s)",
         "reset by number": "ValueError: rows must be bool[batch=2], got [0, 1]",
         "rewind one back": "ValueError: tokens must be >= 0, got -1",
         "rewind nothing": "ValueError: tokens must be an integer, or one per row, got "
@@ -225,7 +225,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "keys with batch=2, kv_heads=2, head_dim=16",
         "lists": "ValueError: keys must be an array, got a list",
         "layer 1.0": "ArgumentError: layer must be an integer >= 0, got 1.0",
-        "last_only traced": "ValueError: last_only is no array: jax.jit(..., "
+        "last_only traced": "ValueError: last_only must be static: use jax.jit(..., "
         'static_argnames="last_only")',
         "a fixed policy that is too small": "ValueError: prompt and max_new_tokens need 11 "
         "positions, but the policy's cache holds 10",

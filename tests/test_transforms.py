@@ -159,7 +159,7 @@ def test_nan_in_a_users_own_loop_is_recorded_and_raised():
 
 def test_wrong_inputs_are_refused_in_a_sentence():
     cache = kvjax.init_cache(CONFIG, batch=2, max_len=8)
-    with pytest.raises(ValueError, match=r"tokens must be \[batch, new\], none of them 0"):
+    with pytest.raises(ValueError, match=r"tokens must be \[batch, new\], each at least 1"):
         MODEL.apply(PARAMS, TOKENS[:, :0], cache)
     fewer = kvjax.KVCache(cache.layers[:1], cache.length, cache.written[:, :1], cache.status)
     with pytest.raises(ValueError, match="the cache has 1 layers, the model 2"):

@@ -82,7 +82,7 @@ def test_many_requests(worlds, part):
 
 
 WRONG: dict[str, tuple[Any, str]] = {
-    "stop": (5, "stop must be a text"),
+    "stop": (5, "stop must be a string"),
     "eos_token_ids": (1.5, "eos_token_ids must be a token id, or a list of them, got 1.5"),
     "min_p": (np.array([1.0, 2.0]), "min_p must be from 0 to 1, got array"),
     "temperature": (jnp.array([1.0, 2.0]), "temperature must be a finite number, at least 0, got"),
@@ -113,7 +113,7 @@ def test_wrong_settings_are_named_in_a_line(tiny_llama, name):
 
 def test_wrong_prompts_are_named(tiny_llama):
     for prompts in ([[[1, 2], [3]]], [[None]], [{"a": 1}], [jax.random.key(0)]):
-        with pytest.raises(ValueError, match="prompt 0 must be a text or a list of token ids"):
+        with pytest.raises(ValueError, match="prompt 0 must be a string or a list of token ids"):
             kvjax.generate(tiny_llama, prompts, max_new_tokens=2)
 
 
@@ -158,10 +158,10 @@ def test_arguments_of_guides(tiny_llama):
         ("json_schema", {(): 1}, "the schema is not valid JSON: keys must be str"),
         ("json_schema", deep, "the schema is not valid JSON: maximum recursion depth"),
         ("json_schema", round_trip, "the schema is not valid JSON: Circular reference"),
-        ("regex", 5, "the regex must be a text, got 5"),
-        ("grammar", b"start: x", "the grammar must be a text, got b'start: x'"),
-        ("choices", 5, "choices must be a list of texts, got 5"),
-        ("choices", np.array([1, 2]), "choices must be one or more texts, got array"),
+        ("regex", 5, "the regex must be a string, got 5"),
+        ("grammar", b"start: x", "the grammar must be a string, got b'start: x'"),
+        ("choices", 5, "choices must be a list of strings, got 5"),
+        ("choices", np.array([1, 2]), "choices must be one or more strings, got array"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=re.escape(message)):
             getattr(guides, way)(given)
@@ -238,7 +238,10 @@ def test_what_is_no_list_is_named(tiny_llama):
         deep = [deep]
     lm, message = tiny_llama, {"role": "user", "content": "a"}
     for call, words in (
-        (lambda: lm.encode(5), "texts must be a text, or a list of texts or of lists of token ids"),
+        (
+            lambda: lm.encode(5),
+            "texts must be a string, a list of strings, or a list of lists of token ids",
+        ),
         (lambda: lm.encode([1.5]), "expected one row of token ids, got float: 1.5"),
         (lambda: lm.decode(5), "expected one row of token ids, got int: 5"),
         (lambda: lm.decode(jax.random.key(0)), "expected one row of token ids, got"),

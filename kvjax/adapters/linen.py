@@ -22,7 +22,7 @@ def attention_fn(
     """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache.
 
     See ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan`` can't use it; their modules
-    pass on a ``kvjax.attention.Step`` instead.
+    pass a ``kvjax.attention.Step`` from layer to layer instead.
 
     Example:
       ```python

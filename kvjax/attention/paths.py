@@ -71,8 +71,8 @@ def gained_by_upgrading(target: Target) -> str | None:
 
 
 def pallas(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention over each section of a layer by a flash-decoding kernel. Sections other than the
-    largest one that the kernel can't read are computed without it.
+    """Attention over each section of a layer by a flash-decoding kernel. If the kernel can't read
+    one of the smaller sections, that section is computed without it.
 
     Raises:
       Unsupported: if the target has no kernel, scores have a bias, or no kernel can read how the
@@ -134,7 +134,8 @@ def evenly(inputs: AttentionInputs) -> AttentionOutput:
     """Attention by blocks of one size; on CPUs for a few rows at a time, the shortest first.
 
     Grouping copies what rows own. Only layers in pages are grouped, since copying a table is cheap.
-    Stacks are not grouped, and a bias may depend on the row, so neither are calls with one.
+    Stacks are not grouped. Calls with a bias are not grouped either, because a bias may depend on
+    the row.
     """
     batch, view = len(inputs.length), inputs.view
     paged = view.layer_cache.policy.page_group is not None and view.layer is None
@@ -301,8 +302,8 @@ def select_path(name: str | None, policy: CachePolicy, queries: int) -> Path:
 
 
 def default_paths(target: Target, needs_tail: bool, queries: int) -> tuple[str, ...]:
-    """The names of the paths to try for a target, ``queries`` queries per row, and a placement that
-    keeps the body of a layer after a tail or does not."""
+    """The names of the paths to try for a target, ``queries`` queries per row, and layers with or
+    without a tail."""
     features = {None, *_features_of(target)}
     paths = [
         path

@@ -82,7 +82,7 @@ class Cell:
       prefill_ms, prefill_tokens_per_second: of all rows' prompts; None if not measured.
       capacity: tokens per row of the cache.
       allocated: bytes of the cache, by place.
-      compile_seconds, compilations: in the first repeat.
+      compile_seconds, compilations: seconds and number of compilations in the first repeat.
 
     Example:
       ```python
@@ -118,7 +118,7 @@ class Bench:
 
     Attributes:
       device, platform, jax, dtype: the device, its platform, JAX's version, and the model's dtype.
-      bandwidth: of the device.
+      bandwidth: the device's memory bandwidth, in bytes per second.
       cells: results by batch, prompt and policy.
       skipped: a sentence per prompt that is too long for the model.
       peak_bytes: peak memory use since the process started, with two caches per policy, or None if

@@ -252,7 +252,7 @@ def _real_tokens(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
     if not is_traced(lengths):
         lengths = np.asarray(fetch(lengths))
         for row in np.flatnonzero((lengths < 0) | (lengths > new)):
-            raise ValueError(f"lengths of row {row} is {lengths[row]}: the call has {new} tokens")
+            raise ValueError(f"lengths[{row}] is {lengths[row]}, but the call has {new} token(s)")
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ArgumentError(f"lengths must be integers, got {lengths.dtype}", param="lengths")
     return jnp.clip(jnp.asarray(lengths, jnp.int32), 0, new)
@@ -299,8 +299,8 @@ def _with_entry(pending: PendingAppend, entry: int, index: Array | None) -> Pend
 
 
 def _check_stacks(cache: KVCache, pending: PendingAppend) -> KVCache:
-    """Check that a call appended to each layer of the cache's stacks once. If that is traced, all
-    rows get the status ``MISSED_LAYER`` if it did not."""
+    """Check that a call appended exactly once to each layer of the cache's stacks. If the counts
+    are traced, all rows get the status ``MISSED_LAYER`` instead of an error."""
     if not pending.append_counts:
         return cache
     other = jnp.any(jnp.concatenate(pending.append_counts) != 1)

@@ -54,15 +54,15 @@ class LayerCache:
     ``keys``, ``values``: as the codecs store them; ``kvjax.read`` returns them as numbers. With
     ``Raw`` codecs and no tail, arrays [batch, kv_heads, slots, head_dim] (on CPUs before JAX 0.11,
     the bits of 16-bit floats). With a tail, the body: [batch, kv_heads, blocks, block, head_dim],
-    which devices keep in the order ``orders``. If slots are in pages, the pool's pages take the
+    stored in the order ``orders``. If slots are in pages, the pool's pages take the
     place of the rows.
 
     ``window``: the layer's own window, from the model's config.
 
     ``tail``: the newest tokens; None if the policy has no tail. ``strip``: between ``append`` and
     ``advance`` only, after a call of more than one block. ``low``: int32[batch], the first
-    position, sinks aside, that a conversion could supply. ``fetched``: within a call, the body on
-    the device, if the placement prefetches it.
+    position, except sinks, whose token a conversion could supply. ``fetched``: within a call, the
+    body on the device, if the placement prefetches it.
 
     ``stack``: the number of layers if this is a stack of equal layers: all arrays are [layers,
     ...], except ``strip``, which belongs to the layer ``strip_of``, int32[].
@@ -133,7 +133,7 @@ class LayerCache:
         return self._map_rows(lambda x: jnp.repeat(x, times, axis=0))
 
     def _map_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
-        """``change`` of every array that has rows."""
+        """Apply ``change`` to every array that has rows."""
         if self.policy.page_group is None:
             return self.map_arrays(change)
         tail, strip, low = jax.tree.map(change, (self.tail, self.strip, self.low))
@@ -149,7 +149,7 @@ class LayerCache:
         return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
-        """``change`` of every array and the same array of ``others``, computed on the device."""
+        """Apply ``change``, on the device, to every array and the same array of ``others``."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
         if placement.mesh_sharding is not None:
@@ -157,12 +157,12 @@ class LayerCache:
         return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))
 
     def near(self) -> "LayerCache":
-        """With the whole body in device memory."""
+        """This layer with the whole body in device memory."""
         placement = self.policy.placement
         return replace(self, keys=placement.near(self.keys), values=placement.near(self.values))
 
     def placed(self) -> "LayerCache":
-        """With every array where the policy places it."""
+        """This layer with every array in the memory that the policy chooses."""
         placement = self.policy.placement
         if (mesh_sharding := placement.mesh_sharding) is not None:
             specs, kind = self.partition_specs(), placement.memory_kind
@@ -267,9 +267,9 @@ def check_strip(stack: LayerCache, index: Array, new: int) -> Array | None:
     same = None if stack.strip_of is None else stack.strip_of == index
     if same is None or not (is_traced(same) or bool(fetch(same))):
         raise ValueError(
-            f"a call of {new} tokens, more than a block: a stack keeps the raw tokens of such a "
-            "call for the last layer only, so attend to a layer, or read it, right after its "
-            "append (call.attend of kvjax.step does both)"
+            f"this call has {new} tokens, more than a block. A stack then keeps raw tokens only "
+            "for the layer that was appended to last: attend to a layer, or read it, right after "
+            "its append, as call.attend of kvjax.step does"
         )
     return same
 

@@ -42,7 +42,7 @@ class KVCache:
     ``length``: int32[batch], tokens that each row holds.
 
     ``written``: int32[batch, layers], the most tokens that each row has ever held, for each of
-    ``layers``. After a rewind it tells which slots hold tokens that no longer count.
+    ``layers``. After a rewind it shows which slots hold tokens that no longer count.
 
     ``status``: int32[batch], errors of traced steps, as bits; see ``check``.
 
@@ -53,8 +53,8 @@ class KVCache:
     ``sources``: for each layer of the model, which of ``layers`` it reads; None if every layer has
     its own keys and values.
 
-    ``positions``: the most tokens of a row because of the model's positions, or because longer rows
-    would have other rotary frequencies; None for no limit.
+    ``positions``: the most tokens that a row can have with the model's positions and rotary
+    frequencies; None for no limit.
 
     ``rotary_len``: the sequence length for which keys were rotated, if the model's rotary
     frequencies depend on it (dynamic, longrope). It stays the same when the cache grows.
@@ -153,8 +153,8 @@ class KVCache:
         return pool.whole if whole else pool.table
 
     def at(self, number: LayerNumber) -> tuple[int, Array | None]:
-        """Which of ``layers`` layer ``number`` of the model reads; for a stack also the number of
-        the layer in it, int32[].
+        """The index in ``layers`` of the entry that layer ``number`` of the model reads; for a
+        stack also the number of the layer in it, int32[].
 
         Args:
           number: a layer of the model; may be traced if all layers are one stack. Or the number of
@@ -171,8 +171,8 @@ class KVCache:
             )
         if is_traced(number):
             raise ValueError(
-                "the number of a layer is traced: layers have policies of their own, so loop over "
-                "them in Python, or stack them for lax.scan: init_cache(..., stacked=True)"
+                "the layer number is traced, but the layers are not stacked: loop over them in "
+                "Python, or stack them for lax.scan: init_cache(..., stacked=True)"
             )
         number = as_int("layer", number, 0)
         count = len(self.layers if self.sources is None else self.sources)
@@ -183,7 +183,7 @@ class KVCache:
     def _in_stack(
         self, number: LayerNumber, stacks: tuple[tuple[int, int], ...]
     ) -> tuple[int, Array]:
-        """``at`` of a stacked cache."""
+        """``at`` for a stacked cache: the number of the stack, and of the layer in it."""
         if isinstance(number, tuple):
             if len(number) != 2:
                 raise ValueError(f"a layer of a stack must be (stack, number), got {number!r:.80}")
@@ -220,7 +220,8 @@ class KVCache:
         return entry, index.astype(jnp.int32)
 
     def entry(self, number: LayerNumber) -> int:
-        """Which of ``layers`` layer ``number`` of the model reads; see ``at``."""
+        """The index in ``layers`` of the entry that layer ``number`` of the model reads; see
+        ``at``."""
         return self.at(number)[0]
 
     def layer(self, number: int) -> LayerCache:

@@ -51,7 +51,7 @@ class ChatCache:
 
     def rewound_to(self, ids: Sequence[int]) -> tuple["ChatCache", int]:
         """Rewind to the longest prefix of ``ids`` that the cache holds, at most all but the last
-        token. If it can't be rewound to there, it is emptied.
+        token. If it can't be rewound that far, it is emptied.
 
         Returns the cache, and the matching tokens that were lost by emptying it.
         """
@@ -107,11 +107,11 @@ def chat_length(lm: LanguageModel, max_len: int | None) -> int:
 class Conversation:
     """A chat's state.
 
-    ``length``: the most tokens that its cache is made for; ``capacity``: the most that the chat can
-    hold, None for no limit; ``counts``: statistics of ended answers; ``cached``: the cache, None
-    before the first answer and after an error; ``lost``: the tokens of a cache that an error lost;
-    ``answer``, ``prompt``: an unfinished answer and its prompt; ``lock``: held while a thread
-    changes the chat.
+    ``length``: the number of tokens that its cache is created for; ``capacity``: the most that the
+    chat can hold, None for no limit; ``counts``: statistics of ended answers; ``cached``: the
+    cache, None before the first answer and after an error; ``lost``: the tokens of a cache that an
+    error lost; ``answer``, ``prompt``: an unfinished answer and its prompt; ``lock``: held while a
+    thread changes the chat.
     """
 
     lm: LanguageModel
@@ -147,7 +147,7 @@ class Conversation:
         seed: int,
         settings: dict[str, Any],
     ) -> Answer:
-        """Drop the turns from ``number`` on, and answer ``user`` after the others."""
+        """Drop turn ``number`` and all turns after it, then answer ``user``."""
         self.close()
         turns, tokenized = self.turns[:number], self.tokenized.before(number)
         new = as_int("max_new_tokens", settings["max_new_tokens"], 1)

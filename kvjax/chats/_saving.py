@@ -115,7 +115,7 @@ def write(folder: str | Path, data: Json, cached: ChatCache | None, lm: Language
     folder, model = expand_user(folder), fingerprint(lm)
     ours = {_NAME, _CACHE, _TEMPORARY}
     if folder.exists() and not (folder.is_dir() and {x.name for x in folder.iterdir()} <= ours):
-        raise CheckpointError(f"{folder}: exists and is not a chat, which is not overwritten")
+        raise CheckpointError(f"{folder}: exists and is not a chat, so it is not overwritten")
     text = json.dumps(
         {"form": _VERSION, "model": model, "cache": cached is not None, **data},
         ensure_ascii=False,

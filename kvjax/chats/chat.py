@@ -211,8 +211,8 @@ class Chat:
             )
 
     def send(self, text: str) -> Answer:
-        """Send a message. The answer is generated while the returned iterator is iterated over, in
-        pieces as of ``stream``.
+        """Send a message. Returns an iterator that generates the answer piece by piece, as
+        ``stream`` does.
 
         Raises:
           ValueError: if the chat is full, or the template rejects the text. The chat is unchanged.

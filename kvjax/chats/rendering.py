@@ -127,25 +127,26 @@ Encode = Callable[[str, bool], list[int]]
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A text, its tokens ``ids``, and ``cuts`` after its answers, where both can be cut: the number
-    of the turn, and the characters and tokens up to there."""
+    """A text, its tokens ``ids``, and ``cuts``, the places after answers where both can be cut: for
+    each, the number of the turn, and the numbers of characters and tokens before the cut."""
 
     text: str = ""
     ids: tuple[int, ...] = ()
     cuts: tuple[tuple[int, int, int], ...] = ()
 
     def before(self, turn: int) -> "TokenizedText":
-        """Without the cuts from a turn on."""
+        """This text, with only the cuts before a turn."""
         cuts = tuple(cut for cut in self.cuts if cut[0] < turn)
         return TokenizedText(self.text, self.ids, cuts)
 
     def matching(self, text: str) -> "TokenizedText":
-        """With only the cuts up to which another text is the same."""
+        """This text, with only the cuts up to which another text is identical."""
         cuts = tuple(cut for cut in self.cuts if text.startswith(self.text[: cut[1]]))
         return TokenizedText(self.text, self.ids, cuts)
 
     def tokenize(self, text: str, encode: Encode) -> list[int]:
-        """The tokens of another text: the known ones up to the last cut, then encoded ones."""
+        """The tokens of another text: the known tokens up to the last cut, then the encoded
+        rest."""
         cuts = self.matching(text).cuts
         if not cuts:
             return encode(text, True)

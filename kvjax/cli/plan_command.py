@@ -219,9 +219,9 @@ def _read_model(
     dtype: str | None,
     target: Target,
 ) -> tuple[Plannable, int | None]:
-    """What to plan for, and the text length that it was trained for.
+    """The model to plan for, and its training context in tokens.
 
-    A config that kvjax can run is read as ``load`` reads it.
+    If kvjax can run the model, its config is read as ``load`` reads it.
     """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config_json import read_config

@@ -126,9 +126,9 @@ def product(subscripts: str, a: Array, b: Array) -> Array:
 def plain_scores(queries: Array, keys: Array) -> Array:
     """``Codec.scores`` for decoded keys.
 
-    With few queries a CPU multiplies float32 keys many times faster as the left operand, and very
-    few queries of a batch of one faster one by one. The barriers keep XLA from swapping the
-    operands back.
+    With few queries, a CPU multiplies float32 keys many times faster as the left operand. With very
+    few queries and a batch of one, it multiplies them faster one by one. The barriers keep XLA from
+    swapping the operands back.
 
     Example:
       ```python
@@ -183,7 +183,7 @@ def _sums_products(rows: Array) -> bool:
 
 
 def _summed_products(a: Array, b: Array, axis: int, where: Array | None = None) -> Array:
-    """Products summed along an axis in float32, without those that ``where`` leaves out.
+    """Products summed along an axis in float32, without the products that ``where`` excludes.
 
     The memory layout of the products is pinned. Otherwise XLA transposes the numbers to sum along
     the last axis, which copies all of them.

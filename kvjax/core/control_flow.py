@@ -25,14 +25,14 @@ def cond(
     false_fun: Callable[..., PyTree],
     *args: PyTree,
 ) -> PyTree:
-    """``lax.cond``."""
+    """``lax.cond``, made to work inside ``jax.shard_map``."""
     return lax.cond(pred, *_match_branches((true_fun, false_fun), *args), *args)
 
 
 def switch(
     index: Array | np.ndarray | int, branches: Sequence[Callable[..., PyTree]], *args: PyTree
 ) -> PyTree:
-    """``lax.switch``."""
+    """``lax.switch``, made to work inside ``jax.shard_map``."""
     return lax.switch(index, _match_branches(branches, *args), *args)
 
 
@@ -54,7 +54,7 @@ def fori_loop(
 def while_loop(
     cond_fun: Callable[[PyTree], Array], body: Callable[[PyTree], PyTree], init: PyTree
 ) -> PyTree:
-    """``lax.while_loop``."""
+    """``lax.while_loop``, made to work inside ``jax.shard_map``."""
     body, init = _match_carry(body, init)
     return lax.while_loop(cond_fun, body, init)
 
@@ -65,7 +65,7 @@ def scan(
     xs: PyTree = None,
     length: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``lax.scan``."""
+    """``lax.scan``, made to work inside ``jax.shard_map``."""
     if not _axes_are_checked():
         return lax.scan(body, init, xs, length)
     first = jax.tree.map(lambda x: x[0], xs)

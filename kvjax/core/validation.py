@@ -106,7 +106,7 @@ def normalize_bool_field(settings: object, name: str) -> None:
 def check_unicode(what: str, text: str) -> None:
     """Raise ``ValueError`` for a string with a lone surrogate, which can't be encoded.
 
-    Python makes one of each byte of a command-line argument that is not UTF-8.
+    If a byte of a command-line argument is not UTF-8, Python decodes it to one.
     """
     try:
         text.encode()

@@ -203,7 +203,7 @@ class BranchInputs:
     ``count``: int32[], how many of ``sources`` and ``targets`` count, int32[rows] each; no target
     is also a source. ``pages``: for each cache group, source and target pages to copy, int32[rows]
     each, -1 for none. ``rows``, ``tokens``: rows and their new newest tokens, int32[rows] each,
-    padded with a number that is no row's.
+    padded with a number that is not a row.
     """
 
     count: Array
@@ -267,7 +267,8 @@ def branch(
 
 
 def _without_forbidden(score: TokenScore) -> TokenScore:
-    """Drop likeliest tokens that the guide forbids, which fill up the list where it allows few."""
+    """Drop tokens that the guide forbids. They fill up the list of the likeliest tokens if the
+    guide allows only a few."""
     return replace(score, top_logprobs=tuple(x for x in score.top_logprobs if x[1] > -np.inf))
 
 

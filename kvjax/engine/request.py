@@ -95,8 +95,9 @@ class Request:
       prompt_logprobs: the same for each prompt token.
       tenant: requests share prefixes only within a tenant.
       priority: lower numbers are scheduled first.
-      deadline: seconds after submission at which the request ends as it is; None for never.
-      needs_past: whether sampling, or a draft model, needs the row's tokens on the device.
+      deadline: seconds after submission, when the request ends with its tokens so far; None for
+        never.
+      needs_history: whether sampling, or a draft model, needs the row's tokens on the device.
       guide: constrains which tokens may come next; None allows all.
       draft_plan: how tokens are drafted; None for no drafts.
       search: the beam search; None for a single sequence.
@@ -120,7 +121,7 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens that a row of it keeps in the cache."""
+        """Maximum number of tokens that a row of the request has in the cache."""
         return positions_needed(len(self.tokens), self.max_new_tokens)
 
 
@@ -255,8 +256,8 @@ def _parse_search(
     ):
         if value:
             message = (
-                f"{name} does not work with num_beams in an engine: it may raise tokens that are "
-                f"not among the {MAX_LOGPROBS} likeliest"
+                f"{name} does not work with num_beams in an engine: it may promote tokens "
+                f"that are not among the {MAX_LOGPROBS} likeliest"
             )
             raise ArgumentError(message, param=name)
     return search

@@ -99,7 +99,7 @@ class Scheduler:
                 self._release(seq)
 
     def dispatch(self, step: InFlightStep) -> None:
-        """Dispatch the programs of a step; none if nothing is to do."""
+        """Dispatch the programs of a step; none if there is nothing to do."""
         decoding = sum(not seq.prefilling for seq in self.running)
         budget = self._step_tokens - decoding
         while (seq := self._next_prefill()) is not None:
@@ -216,7 +216,7 @@ class Scheduler:
         self._counters.accepted_tokens += seq.settle_draft()
 
     def _prefill(self, step: InFlightStep, seq: RunningSequence, length: int) -> None:
-        """Dispatch a chunk of a prompt, whose pages the row has."""
+        """Dispatch a chunk of a prompt. The row already has its pages."""
         output, start = self._runner.prefill(seq, length), seq.length
         seq.length, seq.fresh = start + length, False
         self._counters.prefill_tokens += length

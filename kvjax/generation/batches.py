@@ -93,7 +93,7 @@ def generate_batches(
     """
     if isinstance(batches, str):
         raise ArgumentError(
-            "batches is a text: give an iterable of batches, each a list of prompts",
+            "batches is a string: give an iterable of batches, each a list of prompts",
             param="batches",
         )
     try:

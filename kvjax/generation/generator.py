@@ -308,7 +308,7 @@ def start_generation(
 
     Args:
       lm, request: the model and a checked request.
-      streamed: whether someone waits for the text.
+      streamed: whether the text is read while it is generated.
       chunks: the prompts in chunks, if they are already on the device.
 
     Raises:
@@ -320,7 +320,7 @@ def start_generation(
     if search.beams is not None:
         return BeamStream(lm, request, streamed=streamed, chunks=chunks)
     if streamed:
-        raise ValueError("best_of can't be streamed: the best sample is known at the end only")
+        raise ValueError("best_of can't be streamed: the best sample is known only at the end")
     return BestOf(lm, request, chunks=chunks)
 
 

@@ -265,7 +265,7 @@ class LanguageModel:
         return self._put(ids, max(map(len, ids)))
 
     def _ids(self, texts: str | Sequence[str] | Sequence[Sequence[int]]) -> list[list[int]]:
-        expected = "a text, or a list of texts or of lists of token ids"
+        expected = "a string, a list of strings, or a list of lists of token ids"
         rows = [texts] if isinstance(texts, str) else as_list("texts", texts, expected)
         if not rows:
             raise ValueError("nothing to encode: the list of texts is empty")

@@ -73,7 +73,8 @@ class ModelConfig(CacheShape, Protocol):
 
 @allow_host_to_device
 def check_model(lm: Any, *, inside: bool = False) -> None:
-    """Raise ``ValueError`` if ``lm`` can't generate; also inside ``jit``, unless ``inside``."""
+    """Raise ``ValueError`` if ``lm`` can't generate; also inside ``jit``, unless ``inside`` is
+    set."""
     parts = ("config", "params", "mesh", "tokenizer", "generation", "architecture")
     if missing := [part for part in parts if not hasattr(lm, part)]:
         raise ValueError(
@@ -198,13 +199,13 @@ def choose_capacity(
     Args:
       config: the model's.
       longest, limit: tokens of the longest prompt, and the most new tokens.
-      max_len: as the user gave it, or None.
+      max_len: the value that the user gave, or None.
       given: the cache to continue, or None.
       new: how error messages introduce ``limit``.
       rounded: round the capacity up even if rotary frequencies depend on it.
 
     Raises:
-      ValueError: if ``max_len``, the model's positions or the given cache are too few.
+      ValueError: if ``max_len``, the model's positions or the given cache's capacity are too small.
     """
     need, positions = positions_needed(longest, limit), position_limit(config)
     required = f"{longest} tokens of prompt and {new}{limit} need {need} positions"
@@ -214,11 +215,12 @@ def choose_capacity(
         most = max_capacity(given)
         if max_len not in (None, most):
             raise ArgumentError(
-                f"max_len is {max_len}, but the given cache holds {most}", param="max_len"
+                f"max_len is {max_len}, but the given cache's capacity is {most}", param="max_len"
             )
         if need > most:
             raise ValueError(
-                f"{required}, but the given cache holds {most}: call kvjax.grow(cache, {need})"
+                f"{required}, but the given cache's capacity is {most}: call "
+                f"kvjax.grow(cache, {need})"
             )
         max_len = most
     if max_len is None:

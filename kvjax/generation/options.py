@@ -130,7 +130,8 @@ def explicit_signature(
     """A decorator for functions with ``**settings: Unpack[keywords]``: puts the names and defaults
     of these keywords into the signature, for ``help``. Unknown keywords raise ``TypeError``.
 
-    A line ``{sampling parameters}`` of the docstring becomes the description of those among them.
+    A line ``{sampling parameters}`` of the docstring becomes the description of the sampling
+    parameters among them.
 
     Args:
       options_class: a dataclass with the keywords and their defaults.
@@ -166,7 +167,7 @@ def explicit_signature(
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
-_PROMPTS = "prompts are a text, a list of texts, or a list of lists of token ids"
+_PROMPTS = "prompts are a string, a list of strings, or a list of lists of token ids"
 
 
 def tokenize_prompts(
@@ -179,7 +180,7 @@ def tokenize_prompts(
       prompts: texts or token ids.
       cache_lengths: tokens that each row of a given cache holds. A text that continues such a row
         gets no BOS token.
-      what: how error messages call an entry of ``prompts``.
+      what: what error messages call an entry of ``prompts``.
     """
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -212,7 +213,7 @@ def _as_token_ids(entry: object, name: str) -> list[int]:
         ids = np.asarray(None)
     if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
         message = (
-            f"{name} must be a text or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
+            f"{name} must be a string or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
         )
         raise ArgumentError(message, param=name.split()[0])
     return ids.tolist()
@@ -289,7 +290,9 @@ def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str
     """The strings that end a text."""
     given = () if stop is None else stop
     stops = (
-        (given,) if isinstance(given, str) else tuple(as_list("stop", given, "a text, or texts"))
+        (given,)
+        if isinstance(given, str)
+        else tuple(as_list("stop", given, "a string or a list of strings"))
     )
     for text in stops:
         if not isinstance(text, str) or not text:

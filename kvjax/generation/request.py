@@ -66,7 +66,7 @@ class GenerationRequest:
       eos_token_ids, stop, max_new_tokens, min_new_tokens: when a row ends.
       filters, sampling: how tokens are drawn.
       samples: continuations of each prompt, in consecutive rows.
-      prefix_cache: the tree that may hold beginnings of the prompts.
+      prefix_cache: the tree that may contain prefixes of the prompts.
       logprobs: how many of the most likely tokens are reported with each new token; None for no
         log-probabilities.
       padded: whether the result has arrays instead of lists.

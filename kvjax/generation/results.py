@@ -98,9 +98,9 @@ class GenerationResult:
         raises an error; use ``kvjax.select`` to keep the other rows.
       pending_tokens: the tokens of each row that the cache does not contain: the newest one, or
         none after a stop string. To continue, put them at the beginning of the next prompt. After a
-        beam search there can be several, because the cache of a row contains only what the row
-        shares with a beam that ran to the end. None if a ring or a tail could not be rewound that
-        far.
+        beam search there can be several, because the cache of a finished sequence contains only the
+        prefix that it shares with a beam that ran to the end. None if a ring or a tail could not be
+        rewound that far.
       logprobs: the scores of each row's ``tokens``; None without ``logprobs=``.
       lengths: int32[rows], the number of real tokens, with ``padded=True``, else None. Then
         ``tokens`` is int32[rows, max_new_tokens], and ``logprobs`` is ``Scores`` of the same
@@ -137,7 +137,7 @@ def pad_result(
     """A result with arrays instead of lists.
 
     Args:
-      result: with lists.
+      result: the result with lists.
       width, padding: tokens per row, and the token that pads rows.
       most: how many of the most likely tokens have scores; None for no scores.
     """

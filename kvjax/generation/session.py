@@ -36,9 +36,9 @@ class DecodeOutput(NamedTuple):
 
     Attributes:
       tokens: int32[batch, steps], the chosen tokens.
-      progress: the rows after it.
-      scores: of the tokens; None without ``logprobs``.
-      acceptance: of drafted tokens; None without a draft.
+      progress: the progress of each row after the dispatch.
+      scores: the scores of the tokens; None without ``logprobs``.
+      acceptance: acceptance statistics of drafted tokens; None without a draft.
     """
 
     tokens: jax.Array
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def lm(self) -> LanguageModel:
-        """The model, after ``start`` with the encoder's output."""
+        """The model; after ``start`` it includes the encoder's output."""
         return self._lm
 
     @property

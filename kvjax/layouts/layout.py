@@ -96,15 +96,15 @@ class LayoutSpec(ABC):
         initial_len: int | None = None,
         min_rewind: int = 16,
     ) -> "Layout":
-        """The layout of one layer, with nothing left open.
+        """The layout of one layer, with all settings resolved.
 
         Args:
           max_len: tokens that a row can hold; None for no limit.
           window: the layer's own attention window, from the model's config; None for none.
           initial_len: tokens that a row must hold at first, if ``max_len`` is None. A layout that
             can grow starts with it.
-          min_rewind: tokens that a row can forget at any time, at least, unless the layout itself
-            sets another number.
+          min_rewind: the least number of tokens that a row can forget at any time, unless the
+            layout itself sets another number.
 
         Raises:
           ValueError: if something that the layout needs is missing or contradicts it.
@@ -203,7 +203,7 @@ class Layout(LayoutSpec):
         return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
 
     def region_layouts(self) -> Sequence[tuple[Region, Any]]:
-        """Each region, and the layout or `LayoutSlice` whose methods answer for its slots."""
+        """Each region, and the layout or `LayoutSlice` whose methods describe its slots."""
         return [(region, self) for region in self.regions()]
 
     def occupied(self, length: PerRow) -> Scalar:
@@ -213,7 +213,7 @@ class Layout(LayoutSpec):
     def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
         """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
 
-        Attention skips blocks by these. They may be wider than the truth, never narrower; the
+        Attention skips blocks by these. The range may be too wide, but never too narrow; the
         highest is below the lowest if all slots are empty.
         """
         return jnp.int32(0), jnp.max(length) - 1
@@ -221,7 +221,7 @@ class Layout(LayoutSpec):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """How to mark slots as empty whose tokens a conversion could not supply.
+        """How to mark slots as empty if a conversion could not supply their tokens.
 
         Args:
           length: int32[batch].
@@ -257,8 +257,8 @@ class Layout(LayoutSpec):
         """
         if self.slots % parts:
             raise ValueError(
-                f"{self} has {self.slots} slots, which is no multiple of {parts}: give it a "
-                "capacity that is"
+                f"{self} has {self.slots} slots, which is not a multiple of {parts}: give it "
+                "a capacity that is"
             )
         return self
 
@@ -285,7 +285,7 @@ def check_growth(to: int, current: int, grows_to: int | None) -> None:
     if grows_to is not None and to > grows_to:
         raise ValueError(f"the cache may grow to {grows_to} tokens a row, not to {to}")
     if to < current:
-        raise ValueError(f"the cache holds {current} tokens a row: {to} would be fewer")
+        raise ValueError(f"can't grow to {to} tokens a row: the capacity is already {current}")
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Paged(Layout):
     encode blocks.
 
     ``inner``: which tokens a row holds: ``Dense()``, ``Growing()``, or a ``Ring``, whose pages are
-    freed when its window has left them.
+    freed when its window has passed them.
 
     ``pages``: pages of the pool, over all rows; by default as many as the rows can need. ``pool``:
     the resulting number, which ``init_cache`` sets.
@@ -118,7 +118,7 @@ class Paged(Layout):
 
     @property
     def _kept(self) -> int:
-        """Newest tokens that a row keeps; ``UNLIMITED`` if it keeps all."""
+        """How many of its newest tokens a row keeps; ``UNLIMITED`` if it keeps all."""
         return UNLIMITED if self.window is None else self.window + (self.slack or 0)
 
     @property
@@ -151,8 +151,8 @@ class Paged(Layout):
         """Pages of whole blocks."""
         if self.page_size % block:
             raise ArgumentError(
-                f"page_size={self.page_size} is no multiple of the block of {block} tokens that "
-                "codecs encode, or placements move, at once",
+                f"page_size={self.page_size} must be a multiple of {block}, the tokens per "
+                "block that codecs encode or placements move",
                 param="page_size",
             )
         inner = self.inner.in_blocks(block, recent)
@@ -252,8 +252,8 @@ class Paged(Layout):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """As if up to ``slack`` more tokens had been written and rewound, so that the row no
-        longer keeps the missing ones."""
+        """The result is the same as if up to ``slack`` more tokens had been written and rewound, so
+        that the row no longer keeps the missing tokens."""
         if self.window is None:
             return super().hiding(length, positions, missing)
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
@@ -269,10 +269,10 @@ class Paged(Layout):
 
 
 def unpaged_layout(layout: LayoutSpec) -> LayoutSpec:
-    """The layout inside a paged one; any other layout as it is."""
+    """The inner layout of a paged layout; any other layout unchanged."""
     return layout.inner if isinstance(layout, Paged) else layout
 
 
 def as_paged(layout: LayoutSpec) -> Paged | None:
-    """A paged layout as it is, None for any other."""
+    """The layout itself if it is paged, otherwise None."""
     return layout if isinstance(layout, Paged) else None

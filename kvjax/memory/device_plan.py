@@ -93,7 +93,7 @@ class DevicePlan:
 
     @property
     def total(self) -> int:
-        """Bytes that all of this takes in the device's memory."""
+        """Total bytes in the device's memory."""
         return self.weights + self.cache.get("device", 0) + self.temporaries + self.code
 
     @property

@@ -301,7 +301,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends, at least, in a ring."""
+        """The least number of bytes that a device sends if the devices communicate in a ring."""
         others = self.devices - 1
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes

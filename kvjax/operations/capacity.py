@@ -32,9 +32,9 @@ from kvjax.policies.cache_policy import CachePolicy
 def grow(cache: KVCache, to: int) -> KVCache:
     """Grow a cache to hold ``to`` tokens per row.
 
-    This runs outside ``jit``, layer by layer, and uses the argument up: at most one layer exists
-    twice at any time. A ``fork`` of the argument survives. Layers that are large enough, and layers
-    that only hold a window, are not changed.
+    This runs outside ``jit``, layer by layer, and deletes the argument's arrays as it copies them:
+    at most one layer exists twice at any time. A ``fork`` of the argument survives. Layers that are
+    large enough, and layers that only hold a window, are not changed.
 
     Args:
       cache: the cache; its arrays are deleted.
@@ -201,7 +201,7 @@ class Move:
       layer: index in ``KVCache.layers``.
       place: where the layer is now.
       bytes: bytes of its body.
-      tokens: tokens per row that room was made for.
+      tokens: tokens per row that ``make_room`` was called for.
     """
 
     layer: int
@@ -226,8 +226,8 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
       The cache, and the moves.
 
     Raises:
-      ValueError: as ``grow``; if the part of host layers that stays on the device, the newest
-        tokens, exceeds the budget.
+      ValueError: as ``grow``; if the newest tokens of layers on the host, which stay on the device,
+        exceed the budget.
 
     Example:
       ```python
@@ -249,8 +249,8 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
 def settle_in_budget(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
     """Keep a cache within its budget without growing it; return the cache and the moves.
 
-    Layers move back to the device if they still fit there when rows hold ``tokens``. The argument
-    is used up.
+    Layers move back to the device if they still fit there when rows hold ``tokens``. The argument's
+    arrays are deleted.
 
     Raises:
       ValueError: if ``tokens`` per row exceed the budget even with all layers on the host.

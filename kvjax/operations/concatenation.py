@@ -24,7 +24,7 @@ from kvjax.policies.cache_policy import CachePolicy
 
 @automatic_axes
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
-    """Concatenate the rows of several caches; the result is as large as the largest of them.
+    """Concatenate the rows of several caches. The result has the largest of their capacities.
 
     Rows may have different lengths. Policies may differ if that does not change results. Layers go
     to the placement of the first cache. Growing layouts combine with static ones, and with layouts
@@ -133,7 +133,8 @@ def _page_arrays(cache: KVCache) -> list[int]:
 
 
 def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
-    """``joined`` in pages as in the first policy, with a pool for the pages of all policies."""
+    """``joined`` with the pages of the first policy, and a pool that holds the pages of all
+    policies."""
     layouts = [as_paged(policy.layout) for policy in policies]
     first = layouts[0]
     if first is None:
@@ -159,10 +160,10 @@ def _on_same_devices(cache: KVCache, other: KVCache) -> bool:
 
 
 def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
-    """A policy that keeps all tokens that these layers of one model show.
+    """A policy that keeps all tokens that queries of these layers see.
 
-    It is the first layer's policy, as large as the largest. If some layers keep no more than the
-    window that all of them show, it has their layout.
+    It is the first layer's policy with the largest capacity. If some layers keep no more than the
+    window that queries see in all of them, it has their layout.
 
     Raises:
       ValueError: if no policy does.
@@ -184,7 +185,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
 
 
 def _visible_range(layer: LayerCache) -> tuple[int, int]:
-    """The window in which a layer shows tokens to queries, and the number of sinks."""
+    """The window that a layer's queries see, and the number of sinks."""
     layout = layer.policy.layout
     return min(layout.window or UNLIMITED, layer.window or UNLIMITED), layout.sinks
 

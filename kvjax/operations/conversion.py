@@ -96,8 +96,8 @@ def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
     """Convert every layer to another resolved policy.
 
     Raises:
-      ValueError: if a row has more tokens than a policy holds, lacks tokens that it keeps, or finds
-        too few pages, as far as values are known.
+      ValueError: if a row has more tokens than a policy holds or lacks tokens that it keeps, or if
+        the pool has too few pages, as far as values are known.
     """
     groups = dict.fromkeys(
         policy.page_group for policy in policies if policy.page_group is not None
@@ -157,7 +157,7 @@ def convert_entry(
         )
     if not is_traced(lost) and np.any(fetch(lost)):
         raise ValueError(
-            f"layer {entry} does not hold all tokens of row {int(np.argmax(fetch(lost)))} that "
+            f"layer {entry} has lost tokens of row {int(np.argmax(fetch(lost)))} that "
             f"{policy.layout} keeps"
         )
     return layer.map_arrays(lambda x: x), written, flag_where(too_long | lost, LOST)
@@ -193,7 +193,7 @@ def convert_layer(
 
     Returns:
       The layer, its new column of ``written``, and two masks bool[batch]: the rows that are too
-      too long for the policy, and the rows that lack tokens.
+      long for the policy, and the rows that lack tokens.
     """
     old = old.near()
     if old.tail is not None:

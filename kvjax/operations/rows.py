@@ -182,8 +182,8 @@ def _map_rows(
 def rewindable(cache: KVCache) -> PerRow:
     """int32[batch]: how many of the newest tokens ``rewind`` can remove from each row.
 
-    A ring overwrites tokens beyond its window and slack, so it can't go back to where it would need
-    them.
+    A ring overwrites tokens that are older than its window and slack, so it can't be rewound to a
+    position whose queries see them.
 
     Example:
       ```python
@@ -324,7 +324,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
 def _branch_layers(
     layers: list[LayerCache], rows: PerRow, length: PerRow, since: PerRow
 ) -> list[LayerCache]:
-    """``branch_rows`` on the own arrays of layers with one policy; pools are left unchanged."""
+    """``branch_rows`` for layers with one policy: changes the arrays of rows, but not the pools."""
     policy, stack = layers[0].policy, layers[0].stack
     paged, mesh_sharding = policy.page_group is not None, policy.placement.mesh_sharding
     arrays = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]

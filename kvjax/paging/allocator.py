@@ -113,7 +113,7 @@ class PageAllocator:
 
     def _can_take(self, wanted: PerRow, spare: PerRow | int = 0) -> RowMask:
         """bool[rows]: the rows that can take ``wanted`` pages, int32[rows]; earlier rows first.
-        ``spare``: pages that each row frees before."""
+        ``spare``: pages that each row frees first."""
         more = jnp.maximum(wanted - spare, 0)
         return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])
 

@@ -62,7 +62,7 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={count} simulates {count}"
         hint = f" ({flag})" if all(device.platform == "cpu" for device in devices) else ""
         raise ValueError(
-            f"a mesh {requested} needs {count} devices: there are {len(devices)}{hint}"
+            f"a mesh {requested} needs {count} devices, but there are {len(devices)}{hint}"
         )
     shape, kinds = tuple(sizes.values()), (AxisType.Auto,) * 3
     return jax.make_mesh(shape, AXES, axis_types=kinds, devices=devices[:count])
@@ -89,7 +89,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             refuse_axis(name)
         if not equals or not size.isdecimal() or name in sizes:
             raise ValueError(
-                f"a mesh is written as data=2,tensor=4,sequence=1, each once, or auto; got {text!r}"
+                f"a mesh must be auto, or sizes of axes such as data=2,tensor=4; got {text!r}"
             )
         sizes[name] = as_int(name, int(size), 1)
     return sizes
@@ -103,7 +103,7 @@ def refuse_axis(name: object) -> None:
             "for one device after another; use tensor, whose devices work at the same time"
         )
     if name not in AXES:
-        raise ValueError(f"the mesh has an axis {name!r}: kvjax knows {', '.join(AXES)}")
+        raise ValueError(f"the mesh has an axis {name!r}: kvjax supports {', '.join(AXES)}")
 
 
 SpecOf = Callable[[tuple[int, ...]], PartitionSpec]
@@ -258,7 +258,7 @@ class MeshSharding:
     def run(
         self, function: Callable[..., _T], in_specs: PyTree, out_specs: PyTree, *args: PyTree
     ) -> _T:
-        """``function`` of each device's shards of ``args``, with ``jax.shard_map``."""
+        """Apply ``function`` to each device's shards of ``args``, with ``jax.shard_map``."""
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -286,7 +286,9 @@ def shard_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> MeshSharding:
         ``sequence``, or has no device of this process.
     """
     if not isinstance(mesh, Mesh | AbstractMesh):
-        raise ValueError(f"a mesh is a jax.sharding.Mesh, as of kvjax.make_mesh, got {mesh!r:.80}")
+        raise ValueError(
+            f"mesh must be a jax.sharding.Mesh, such as from make_mesh, got {mesh!r:.80}"
+        )
     return _shard_over(mesh, kv_heads)
 
 
@@ -295,7 +297,7 @@ def _shard_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> MeshSharding:
     if isinstance(mesh, Mesh) and not mesh.local_devices:
         raise ValueError(
             f"the mesh has {mesh.size} devices, but none of process {jax.process_index()}: every "
-            "process that takes part needs some"
+            "process must have a device of the mesh"
         )
     sizes: dict[str, int] = {}
     for name, size in mesh.shape.items():

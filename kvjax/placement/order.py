@@ -61,7 +61,7 @@ class Order:
 
     @property
     def fold(self) -> int:
-        """Rows of channels that share a row of lanes."""
+        """How many rows of channels are stored side by side in one row of lanes."""
         return 1
 
     @property

@@ -120,8 +120,8 @@ class CachePolicy:
         tail. Slots are rounded up so that devices have the same number."""
         if as_paged(self.layout) and self.placement.parts > 1:
             raise ValueError(
-                "pages can't be divided along sequence: give the mesh data and tensor alone, or a "
-                "layout whose slots are a row's own"
+                "pages can't be divided along sequence: use a mesh with only data and tensor, or a "
+                "layout without pages"
             )
         if self.has_tail:
             body: Layout = self.split.body
@@ -130,7 +130,7 @@ class CachePolicy:
 
     @property
     def page_group(self) -> PageGroup | None:
-        """What layers that share a page table have in common; None if slots are not in pages."""
+        """Layers whose page groups are equal share a page table. None if slots are not in pages."""
         layout = as_paged(self.layout) and as_paged(self.stored_layout)
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
@@ -165,7 +165,7 @@ class CachePolicy:
         initial_len: int | None = None,
         rows: int = 1,
     ) -> "CachePolicy":
-        """The policy of one layer, with nothing left open.
+        """The policy of one layer, with all settings resolved.
 
         Args:
           max_len, window, initial_len: see ``LayoutSpec.resolve``.
@@ -183,7 +183,8 @@ class CachePolicy:
         return resolved._with_raw().with_pool(rows)
 
     def with_pool(self, rows: int) -> "CachePolicy":
-        """With a pool for ``rows`` rows, if slots are in pages. The rest must be resolved."""
+        """This policy with a pool for ``rows`` rows, if slots are in pages. Everything else must
+        already be resolved."""
         layout = as_paged(self.layout)
         mesh_sharding = self.placement.mesh_sharding
         page_group = self.page_group
@@ -199,7 +200,7 @@ class CachePolicy:
         return replace(self, placement=placement.like(self.placement))._with_raw()
 
     def _with_raw(self) -> "CachePolicy":
-        """With the codecs of the tail. The policy's own codecs must be resolved."""
+        """This policy with the tail's codecs. Its own codecs must already be resolved."""
         raw, platform = None, self.placement.platform()
         if self.has_tail:
             raw = tuple(Raw(x.dtype).resolve(None, platform) for x in (self.keys, self.values))
@@ -239,6 +240,6 @@ class Hybrid:
 
 
 class PerLayer(Protocol):
-    """What gives each layer of a model its policy."""
+    """An object that chooses a policy for each layer of a model."""
 
     def per_layer(self, config: CacheShape) -> tuple[CachePolicy, ...]: ...

@@ -134,7 +134,7 @@ def _positive_int(config: object, name: str) -> int | None:
 
 
 def _query_heads(config: object, missing: str) -> int:
-    """The number of query heads, in place of an attribute that is ``missing``."""
+    """The number of query heads, used in place of an attribute that the config does not have."""
     heads = _positive_int(config, "num_attention_heads")
     if heads is None:
         raise ValueError(f"the config has neither {missing} nor num_attention_heads")

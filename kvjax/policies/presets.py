@@ -169,8 +169,8 @@ class Auto:
     """A policy that keeps layers on the device and moves the last ones to the host if needed.
 
     ``inner``: the policy of the layers, as for ``init_cache``. ``memory``: device memory that the
-    cache may use, in bytes; with None, ``generate`` decides, which knows the weights.
-    ``placement``: where layers are moved that exceed it.
+    cache may use, in bytes; with None, ``generate`` chooses it, because it knows the size of the
+    weights. ``placement``: where layers that do not fit are moved.
 
     Example:
       ```python
@@ -303,7 +303,9 @@ def transformers_policy(
     )
     for name, value, supported in settings:
         if value not in supported:
-            raise ValueError(f"{name}={value!r}: {backend} has {', '.join(map(str, supported))}")
+            raise ValueError(
+                f"{name}={value!r}: {backend} supports {', '.join(map(str, supported))}"
+            )
     residual = max(as_int("residual_length", residual_length, 1), MULTIPLE)
     block = min(64, residual // MULTIPLE * MULTIPLE)
 
@@ -333,7 +335,7 @@ def parse_policy(text: str, **more: object) -> PolicyChoice:
         setting, equals, value = (piece.strip() for piece in part.partition("="))
         if setting in settings or (names and not equals):
             twice = f"{setting} twice" if equals else f"two names, {names[0]} and {setting}"
-            raise ValueError(f"the policy {text!r} has {twice}: give two policies one by one")
+            raise ValueError(f"the policy {text!r} has {twice}: give one policy at a time")
         if not equals:
             names.append(setting)
         else:

@@ -231,7 +231,7 @@ def _size_pools(
 
 
 def _with_pages(policies: Sequence[CachePolicy], pages: int) -> tuple[CachePolicy, ...]:
-    """Policies whose pools have ``pages`` pages, where they did not set a number."""
+    """Policies whose pools have ``pages`` pages, unless they set a number themselves."""
     sized = []
     for policy in policies:
         layout = as_paged(policy.layout)

@@ -96,7 +96,7 @@ class Quality:
       by_position: metrics of ranges of positions, by the end of the range.
       bytes: bytes of the cache.
       step_ms: median milliseconds of a decode step at the end of a window, if timed.
-      full: bytes of the full-precision cache, if it is one of kvjax.
+      full: bytes of the full-precision cache, if it is a kvjax cache.
     """
 
     overall: PredictionMetrics

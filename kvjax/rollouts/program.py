@@ -210,7 +210,7 @@ def sampling_of(
 
 @dataclass(frozen=True, eq=False)
 class _CacheSpec:
-    """How to make a cache. Equal for models that differ only in what a cache does not depend on."""
+    """How to create a cache. Equal for models whose caches are equal."""
 
     config: ModelConfig
     policy: PolicyChoice

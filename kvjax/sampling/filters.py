@@ -34,8 +34,8 @@ def add_bias(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "ba
 
 def set_at(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
     """Set entries ``at`` of each row of an array [batch, n, ...] to ``values``, one number or an
-    array. Indices outside are ignored. ``vmap`` keeps the row out of the indices: otherwise, on a
-    mesh, every device would gather all rows."""
+    array. Indices outside are ignored. The function maps over rows with ``vmap``: if the indices
+    contained row numbers, every device of a mesh would gather all rows."""
     if isinstance(values, jax.Array):
         return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(array, at, values)
     return jax.vmap(lambda row, at: row.at[at].set(values, mode="drop"))(array, at)

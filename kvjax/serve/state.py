@@ -50,7 +50,7 @@ class Limits:
         if limit < 1 or limit > available:
             needed = positions_needed(longest, limit)
             new = f" and {limit} new tokens need {needed} positions" if limit > 0 else ""
-            message = f"{longest} prompt tokens{new}; this server has room for {self.max_len}"
+            message = f"{longest} prompt tokens{new}; this server allows {self.max_len}"
             raise APIError(400, message, param="prompt", code="context_length_exceeded")
         return limit
 

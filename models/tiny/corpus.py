@@ -39,7 +39,8 @@ Document = list[str]
 
 
 def read_documents() -> dict[str, Document]:
-    """All documents of this interpreter, by name: ``topic:NAME`` or ``module:NAME``."""
+    """All documents in the running Python's documentation, by name: ``topic:NAME`` or
+    ``module:NAME``."""
     from pydoc_data.topics import topics
 
     documents = {

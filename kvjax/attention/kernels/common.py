@@ -120,7 +120,7 @@ class KernelInputs:
 
     @property
     def fold(self) -> int:
-        """Rows of channels that share a row of lanes."""
+        """How many rows of channels are stored side by side in one row of lanes."""
         return fold_of_orders(self.section.orders)
 
     @property
@@ -188,7 +188,8 @@ class KernelInputs:
         return number // tokens * unit + index * tokens + number % tokens
 
     def positions(self, slots: Array, scalars: list[Array]) -> Array:
-        """The positions of slots; -1 for an empty slot. ``scalars``: from the third on."""
+        """The positions of slots; -1 for an empty slot. ``scalars``: the result of ``scalars()``,
+        from the third entry on."""
         section = self.section
         cursors = scalars if self.mask.call_start is None else scalars[1:]
         first = section.first * section.unit
@@ -207,7 +208,7 @@ class KernelInputs:
 
 
 def fold_of_orders(orders: Orders) -> int:
-    """Rows of channels that share a row of lanes in a store."""
+    """How many rows of channels a store has side by side in one row of lanes."""
     return max(order.fold for order in jax.tree.leaves(orders))
 
 

@@ -142,7 +142,7 @@ def _program(
     """One program: a split of a row's tiles, for one key-value head and one block of query rows.
 
     Args:
-      inputs: without arrays.
+      inputs: the inputs, without arrays.
       plan: how the call is divided.
       blocks: blocks of query rows.
       splits: programs that share a row's tiles.
@@ -174,8 +174,9 @@ def _program(
     tile_tokens = plan.tile * plan.unit
 
     def locate(tile: Array) -> tuple[Array, Array, Array]:
-        """The first unit of a tile; its row or page; and its first unit there. The last tile is
-        moved down if it would pass the end. Slots of the tile before are not counted again."""
+        """The first unit of a tile; its row or page; and its first unit there. If the last tile
+        would extend past the end, it begins earlier; the slots that it shares with the tile before
+        are not counted again."""
         start = jnp.minimum(tile * plan.tile, count - plan.tile)
         if table_ref is None:
             return start, row, start

@@ -40,7 +40,7 @@ class Compiled:
         cache; None if the compiler does not report it.
       executables: JAX's compiled programs by name (``"prefill 16"``, ``"decode"``, for a growing
         cache ``"decode of 256"``), with ``.as_text()`` and ``.memory_analysis()``. The program of
-        the first token is included for another ``device`` only.
+        the first token is included only with ``device=``.
 
     Example:
       ```python
@@ -70,11 +70,11 @@ def compile(
     """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run. In this
     process, it then compiles nothing, for any prompts and any number of new tokens.
 
-    Programs are compiled one after the other. Meanwhile a cache is allocated; one that grows is
-    allocated at every capacity that a sequence may need. The model does not run; the sampler runs
-    once, on logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent
-    compilation cache, later processes read them instead of compiling. ``policy("auto")`` may move
-    layers in ways that this function does not try, and then compiles.
+    Programs are compiled one after the other. Meanwhile a cache is allocated, a growing cache at
+    every capacity that a sequence may need. The model does not run; the sampler runs once, on
+    logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent compilation
+    cache, later processes read them instead of compiling. ``policy("auto")`` may move layers in
+    ways that this function does not try, and then compiles.
 
     Args:
       lm: the model. With ``device``, an architecture without weights is sufficient
@@ -84,8 +84,9 @@ def compile(
         capacity up (for the policy ``"static"``), and then uses the programs of that capacity.
       batch: the number of rows.
       device: compile for this target device instead, which need not be present: a name (``"v5e"``,
-        ``"h200"``), a ``jax.Device``, a topology, or a mesh of such (``make_mesh(tensor=4,
-        devices="v5e")``). Nothing is allocated, and programs are kept in the result only.
+        ``"h200"``), a ``jax.Device``, a topology, or a mesh of target devices
+        (``make_mesh(tensor=4, devices="v5e")``). Nothing is allocated, and programs are kept in the
+        result only.
       settings: sampling parameters and other arguments, as for ``generate``. Programs depend on
         which sampling parameters are given and on whether ``temperature`` is 0, but not on their
         other values.

@@ -68,7 +68,7 @@ class AbstractModel:
         if params is None:
             params = as_plannable(architecture).abstract_params()
         if architecture.apply is None:
-            raise ValueError(f"a {type(lm).__name__} can only be planned for: give a model")
+            raise ValueError(f"a {type(lm).__name__} can only be used for planning: give a model")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         defaults, tokenizer = getattr(lm, "generation", _DEFAULTS), getattr(lm, "tokenizer", None)
         return cls(architecture, lm.config, shapes, mesh, defaults, tokenizer)

@@ -143,7 +143,7 @@ def _number(name: str, value: object, limit: int) -> float:
 
 @pytree_dataclass
 class SearchParams:
-    """The numbers of a ``SearchConfig``, as traced arguments."""
+    """The numeric settings of a ``SearchConfig``, as traced arguments."""
 
     length_penalty: Array
     early_stopping: Array
@@ -154,8 +154,8 @@ class SearchParams:
 class Hypotheses:
     """The best finished sequences of a prompt, [batch, beams] each, the best of a group first.
 
-    ``score``: -inf for an empty place; ``length``: tokens; ``token``: the last one; ``beam``: the
-    beam that it was chosen for; ``token_scores``: of the last token.
+    ``score``: -inf for an empty entry; ``length``: tokens; ``token``: the last one; ``beam``: the
+    beam that it was chosen for; ``token_scores``: the scores of the last token.
     """
 
     score: Array
@@ -199,7 +199,7 @@ def initial_state(real: Array, start: Array, beams: BeamConfig, scores: int | No
     Args:
       real: bool[batch], the prompts that are not padding of the mesh.
       start: int32[batch * beams], tokens that each row holds.
-      beams: their numbers.
+      beams: the numbers of beams and groups.
       scores: as for ``programs.decode``.
     """
     shape = len(real), beams.num_beams
@@ -228,11 +228,11 @@ def advance(
     Args:
       before: the state.
       logprobs: float32[batch, beams, vocab], after penalties and filters.
-      raw_logprobs: the model's own, for the ``scores``.
+      raw_logprobs: the model's own log-probabilities, for ``scores``.
       eos: int32[batch, n], tokens that end a sequence; padding is outside of the vocabulary.
-      params: of the search.
+      params: the numeric settings of the search.
       limit: int32[], the most new tokens.
-      beams: their numbers.
+      beams: the numbers of beams and groups.
       scores: as for ``programs.decode``.
     """
     batch, _, vocab = logprobs.shape
@@ -352,8 +352,8 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(logprobs: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
-    """The best continuations of a group's beams that do not end, as many as beams and the best
-    first, and all that end."""
+    """The continuations of a group's beams: the best unfinished ones, best first, one per beam of
+    the group; and all that end."""
     size, vocab = logprobs.shape
     total = logprobs + score[:, None]
     best, token = lax.top_k(total.at[:, eos].set(-jnp.inf, mode="drop"), min(size, vocab))

@@ -30,10 +30,10 @@ docs/notes/speculation.md."""
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Costs of drafting, in passes of the target model over one token a row.
+    """Costs of drafting, in passes of the target model over one token per row.
 
-    ``verify``: what a pass over a draft costs more than a pass over one token; ``token``: the cost
-    of drafting one token.
+    ``verify``: the additional cost of a pass over a draft, compared with a pass over one token;
+    ``token``: the cost of drafting one token.
     """
 
     verify: float
@@ -82,7 +82,7 @@ class Acceptance:
 
     @classmethod
     def new(cls, batch: int) -> "Acceptance":
-        """For new rows, as NumPy arrays."""
+        """The statistics of new rows, as NumPy arrays."""
         verified, zeros = np.full(batch, _PRIOR_WEIGHT, np.float32), np.zeros(batch, np.int32)
         fields = {
             "recent_accepted": verified * np.float32(_PRIOR_RATE),
@@ -114,8 +114,8 @@ class Acceptance:
         cost: DraftCost | None,
         active: RowMask,
     ) -> "Acceptance":
-        """After a round of drafting and verification. If drafts have stopped to pay, a cooldown
-        begins.
+        """The statistics after a round of drafting and verification. If drafting no longer saves
+        time, a cooldown begins.
 
         Args:
           drafted: draft tokens of each row.
@@ -152,13 +152,13 @@ class Acceptance:
         )
 
     def without_draft(self, passes: int = 1) -> "Acceptance":
-        """After ``passes`` passes over one token a row."""
+        """The statistics after ``passes`` passes over one token per row."""
         cooldown = xp(self.cooldown).maximum(self.cooldown - passes, 0)
         return replace(self, cooldown=cooldown, passes=self.passes + passes)
 
     def relative_time(self, limit: PerRow, cost: DraftCost) -> Array:
         """The expected time per token of each row with at most ``limit`` draft tokens, relative to
-        decoding without drafts. Below 1, drafts pay."""
+        decoding without drafts. Below 1, drafting is faster."""
         length, saved = self._best_lengths(limit, cost)
         drafting = cost.token * length.astype(np.float32)
         return (1 + cost.verify + drafting) / (1 + saved + drafting)

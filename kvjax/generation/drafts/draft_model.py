@@ -36,8 +36,8 @@ class PromptLookup:
     Source: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., arXiv:2304.04487.
 
     ``num_draft_tokens``: the most tokens drafted at a time; None chooses by platform and number of
-    rows. ``min_ngram``: tokens that must match; ``max_ngram``: beyond these, a longer match counts
-    no more. ``adaptive``: whether to draft fewer tokens, or none for a while, when few are
+    rows. ``min_ngram``: tokens that must match; ``max_ngram``: a match that is longer than this has
+    no advantage. ``adaptive``: whether to draft fewer tokens, or none for a while, when few are
     accepted. Without it, drafts always have ``num_draft_tokens`` tokens.
 
     Example:
@@ -159,8 +159,8 @@ def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
     if lm.tokenizer is not None and draft.tokenizer is not None:
         if not _same_vocabulary(lm.tokenizer, draft.tokenizer):
             raise ValueError(
-                f"the draft {draft.source} has another tokenizer than {lm.source}; their tokens "
-                "must mean the same"
+                f"the draft {draft.source} has another tokenizer than {lm.source}; both models "
+                "must have the same tokenizer"
             )
         return
     sizes = lm.config.vocab_size, draft.config.vocab_size
@@ -280,8 +280,8 @@ class DraftModelProposer:
         lengths: PerRow,
         choose: Choose,
     ) -> tuple[DraftTokens, Cached]:
-        """Draft ``lengths`` tokens for each row. The draft model's cache then holds all of them but
-        the newest."""
+        """Draft ``lengths`` tokens for each row. Afterwards the draft model's cache contains all of
+        them except the newest."""
         logits, context = self._catch_up(params, context, past, lengths)
         batch, begin = len(lengths), progress.count
         limit = begin + lengths
@@ -312,8 +312,8 @@ class DraftModelProposer:
     def _catch_up(
         self, params: PyTree, context: Cached, past: TokenHistory, lengths: PerRow
     ) -> tuple[Logits, Cached]:
-        """Process the tokens that the draft model's cache lacks, for rows that need a draft;
-        the logits after them."""
+        """Process the tokens that the draft model's cache lacks, for rows that need a draft, and
+        return the logits after them."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
 
@@ -335,7 +335,7 @@ class DraftModelProposer:
     def _forward(
         self, params: PyTree, context: Cached, tokens: Tokens, counts: PerRow
     ) -> tuple[Logits, Cached]:
-        """A pass of the draft model; its logits, padded or cut to the target's vocabulary."""
+        """Run the draft model; return its logits, padded or cut to the target's vocabulary."""
         tokens = jnp.minimum(tokens, self.draft_vocab - 1)
         logits, context = context.forward(self.model, params, tokens, counts)
         logits = logits.astype(jnp.float32)[:, : self.vocab]

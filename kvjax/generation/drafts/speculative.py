@@ -269,7 +269,7 @@ def rewind_rejected(
 
 
 def _fed(draft: DraftTokens, active: RowMask) -> PerRow:
-    """Tokens that ``feed_draft`` feeds of each row."""
+    """How many tokens of each row ``feed_draft`` processes."""
     return jnp.where(active, 1 + draft[1], 0)
 
 
@@ -293,7 +293,7 @@ class SpeculativeDecoder:
 
     @property
     def architecture(self) -> Model:
-        """Of the draft model."""
+        """The draft model's architecture."""
         return self._lm.architecture
 
     @property

@@ -101,10 +101,10 @@ class Guides:
           ValueError: if the list is empty, or ``texts`` is a single string.
         """
         if isinstance(texts, str):
-            raise ValueError(f"choices must be a list of texts, got one text: {texts!r:.80}")
-        choices = as_list("choices", texts, "a list of texts")
+            raise ValueError(f"choices must be a list of strings, got one string: {texts!r:.80}")
+        choices = as_list("choices", texts, "a list of strings")
         if not choices or not all(isinstance(text, str) and text for text in choices):
-            raise ValueError(f"choices must be one or more texts, got {short_repr(texts)}")
+            raise ValueError(f"choices must be one or more strings, got {short_repr(texts)}")
         for text in choices:
             check_unicode("a choice", text)
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
@@ -113,7 +113,7 @@ class Guides:
 
     def _guide(self, what: str, text: str, compile: Callable[[str], str]) -> "GrammarGuide":
         if not isinstance(text, str):
-            raise ValueError(f"the {what} must be a text, got {short_repr(text)}")
+            raise ValueError(f"the {what} must be a string, got {short_repr(text)}")
         check_unicode(f"the {what}", text)
         try:
             matcher = self._matcher(self._tokenizer, compile(text), log_level=0)

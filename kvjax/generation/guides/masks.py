@@ -63,7 +63,7 @@ def draft_masks(guide: Any, draft: Sequence[int], masks: np.ndarray, eos: Collec
     """Fill in the masks after each token of a draft, until a token is not allowed or ends the text.
 
     Args:
-      guide: before the draft; it is not changed.
+      guide: the guide before the draft; it is not changed.
       draft: n proposed tokens.
       masks: uint32[1 + n, words]; the first row, the mask before the draft, is set already.
       eos: tokens that end a text.
