@@ -64,13 +64,13 @@ def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
     if count != config.num_hidden_layers:
         raise ValueError(f"the cache has {count} layers, the model {config.num_hidden_layers}")
     of_model = layer_heads(config)
-    for number, wanted in enumerate(of_model):
+    for number, expected in enumerate(of_model):
         layer = cache.layers[number if cache.sources is None else cache.sources[number]]
-        if (layer.kv_heads, layer.head_dim) != wanted:
+        if (layer.kv_heads, layer.head_dim) != expected:
             raise ValueError(
                 f"layer {number} of the cache has kv_heads={layer.kv_heads}, head_dim="
-                f"{layer.head_dim}, but the model has {wanted[0]} and {wanted[1]}: make the cache "
-                "with init_cache(lm.config, ...)"
+                f"{layer.head_dim}, but the model has {expected[0]} and {expected[1]}: make the "
+                "cache with init_cache(lm.config, ...)"
             )
 
 

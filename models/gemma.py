@@ -77,24 +77,24 @@ class Attention(nnx.Module):
         hidden, width = own.hidden_size, own.num_attention_heads * own.head_dim
         kv_width = own.num_key_value_heads * own.head_dim
 
-        def made(fan_in: int, fan_out: int) -> Linear:
+        def projection(fan_in: int, fan_out: int) -> Linear:
             return Linear(fan_in, fan_out, bias=own.qkv_bias, dtype=own.dtype, rngs=rngs)
 
-        self.q_proj, self.o_proj = made(hidden, width), made(width, hidden)
+        self.q_proj, self.o_proj = projection(hidden, width), projection(width, hidden)
         self.q_norm = norm(own, own.head_dim)
         if self.read == layer:
-            self.k_proj, self.k_norm = made(hidden, kv_width), norm(own, own.head_dim)
+            self.k_proj, self.k_norm = projection(hidden, kv_width), norm(own, own.head_dim)
             if has_values:
-                self.v_proj = made(hidden, kv_width)
+                self.v_proj = projection(hidden, kv_width)
 
     def __call__(self, x: Hidden, context: LayerContext) -> tuple[Hidden, LayerContext]:
         config, layer = self.config, self.layer
         queries = self.q_norm(split_heads(self.q_proj(x), config.num_attention_heads))
         keys = values = None
         if self.read == layer:
-            made = self.k_proj(x)
-            values = self.v_proj(x) if self.has_values else made
-            keys = self.k_norm(split_heads(made, config.num_key_value_heads))
+            projected = self.k_proj(x)
+            values = self.v_proj(x) if self.has_values else projected
+            keys = self.k_norm(split_heads(projected, config.num_key_value_heads))
             values = split_heads(values, config.num_key_value_heads)
             values = unit(values, config.rms_norm_eps).astype(x.dtype)
         if context.step.cache is None:
@@ -179,11 +179,11 @@ class Decoder(decoder.Decoder):
         # Tokens outside the table use the entry of token 0.
         known = jnp.where(tokens < config.vocab_size_per_layer_input, tokens, 0)
         scale = jnp.asarray(config.hidden_size_per_layer_input**0.5, dtype)
-        own = (model.embed_tokens_per_layer(known) * scale).reshape(shape)
-        made = model.per_layer_model_projection(first)
-        made = (made * jnp.asarray(config.hidden_size**-0.5, dtype)).reshape(shape)
-        made = model.per_layer_projection_norm(made)
-        return LayerInputs((made + own) * jnp.asarray(2**-0.5, dtype), {})
+        embedded = (model.embed_tokens_per_layer(known) * scale).reshape(shape)
+        projected = model.per_layer_model_projection(first)
+        projected = (projected * jnp.asarray(config.hidden_size**-0.5, dtype)).reshape(shape)
+        projected = model.per_layer_projection_norm(projected)
+        return LayerInputs((projected + embedded) * jnp.asarray(2**-0.5, dtype), {})
 
 
 Streams = Float[Array, "batch new streams hidden"]

@@ -116,7 +116,7 @@ FAULTS = (
     ),
     Fault(
         "tokens that two blocks share are counted twice", "cache/sections.py",
-        "there = slots[None] >= start * self.unit", "there = slots[None] >= 0 * start",
+        "is_included = slots[None] >= start * self.unit", "is_included = slots[None] >= 0 * start",
         ("attention", "recompute"),
     ),
     Fault(
@@ -168,8 +168,8 @@ FAULTS = (
     ),
     Fault(
         "a row receives only some of its pages", "paging/allocator.py",
-        "new, old = new & had[:, None], old & had[:, None]",
-        "new, old = new & (had | had[0])[:, None], old & had[:, None]", ("pages",),
+        "new, old = new & granted[:, None], old & granted[:, None]",
+        "new, old = new & (granted | granted[0])[:, None], old & granted[:, None]", ("pages",),
     ),
     Fault(
         "a page has two writers", "paging/allocator.py",
@@ -378,8 +378,8 @@ FAULTS = (
     ),
     Fault(
         "a window's page is freed too early", "engine/rows.py",
-        "return int(layout.filled(units)), int(layout.gone_before(units))",
-        "return int(layout.filled(units)), int(layout.gone_before(units + 32))",
+        "return int(layout.filled(units)), int(layout.first_visible_page(units))",
+        "return int(layout.filled(units)), int(layout.first_visible_page(units + 32))",
         ("engine",),
     ),
     Fault(
@@ -681,8 +681,8 @@ FAULTS = (
     ),
     Fault(
         "the end token of an answer stays in the chat", "chats/_conversation.py",
-        'said = tokens[:-1] if reason == "eos" else tokens',
-        "said = list(tokens)", ("chats",),
+        'answer_tokens = tokens[:-1] if reason == "eos" else tokens',
+        "answer_tokens = list(tokens)", ("chats",),
     ),
     Fault(
         "penalties ignore earlier turns of a chat", "generation/session.py",
@@ -758,8 +758,8 @@ FAULTS = (
     ),
     Fault(
         "a moved beam overwrites one that stays", "generation/beams/step.py",
-        "there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))",
-        "there = jnp.where(stays[None], here, free[:, None] == moved[None])", ("beams",),
+        "is_moved = ~has_child[:, None] & (free[:, None] == moved[None])",
+        "is_moved = free[:, None] == moved[None]", ("beams",),
     ),
     Fault(
         "beams with the same parent share a guide", "generation/beams/session.py",
@@ -785,8 +785,8 @@ FAULTS = (
     Fault(
         "the caches of beams are not rewound to their common prefix",
         "generation/beams/streaming.py",
-        "return beam, held, np.take_along_axis(fed, beam, axis=1) - held",
-        "return beam, held, 0 * held", ("beams",),
+        "return beam, prefix_len, np.take_along_axis(fed, beam, axis=1) - prefix_len",
+        "return beam, prefix_len, 0 * prefix_len", ("beams",),
     ),
     Fault(
         "draft tokens are accepted without verification", "generation/drafts/speculative.py",

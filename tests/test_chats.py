@@ -517,6 +517,8 @@ def test_texts_are_cut_where_their_tokens_are_known():
 
     assert known.tokenize("abxc", tokens) == [1, 7, 3] and known.tokenize("abx", tokens) == [1, 7]
     assert known.tokenize("abc", tokens) == [9]
-    assert known.before(0).tokenize("abxc", tokens) == [1, 7, 3]
+    assert known.with_cuts_before(0).tokenize("abxc", tokens) == [1, 7, 3]
     again = known.with_answer(1, "abxc", [1, 7, 3], "y", [8])
-    assert again.cuts == ((0, 3, 2), (1, 5, 4)) and again.matching("abxq").cuts == ((0, 3, 2),)
+    assert again.cuts == ((0, 3, 2), (1, 5, 4)) and again.with_common_cuts("abxq").cuts == (
+        (0, 3, 2),
+    )

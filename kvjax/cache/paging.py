@@ -47,9 +47,9 @@ def pool_for(group: PageGroup, cache: KVCache) -> tuple[PageAllocator, RowMask]:
     def fill(pool: PageAllocator, length: PerRow) -> tuple[PageAllocator, RowMask]:
         units = group.units(length)
         pages = layout.pages_in(units)
-        wanted = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
+        needed = (pages < layout.filled(units)[:, None]) & layout.is_kept(pages, units[:, None])
         columns = jnp.broadcast_to(arange_row(layout.columns), pages.shape)
-        return pool.append(columns, wanted)
+        return pool.append(columns, needed)
 
     pool, ok = _on_each_shard(cache, fill, pool, cache.length)
     return pool, ~ok
@@ -107,24 +107,26 @@ class PageRequest:
         self.begin, self.end = units(length), units(length + requested)
         self.new = max(group.new_units(new), 1)
         pages = layout.filled(self.begin)[:, None] + arange_row(layout.filled(self.new))
-        self.wanted = pages < layout.filled(self.end)[:, None]
+        self.needed = pages < layout.filled(self.end)[:, None]
         self.columns = layout.column_of(pages)
-        self.gone: tuple[Array, Array] | None = None
+        self.freed: tuple[Array, Array] | None = None
         if not layout.straight:
-            before = layout.gone_before(units(jnp.maximum(marks, length)))[:, None]
-            after = layout.gone_before(units(jnp.maximum(marks, length + requested)))[:, None]
+            before = layout.first_visible_page(units(jnp.maximum(marks, length)))[:, None]
+            after = layout.first_visible_page(units(jnp.maximum(marks, length + requested)))[
+                :, None
+            ]
             pages = before + arange_row(layout.spanned(self.new))
             which = (pages >= layout.sink_pages) & (pages < after)
-            self.gone = layout.column_of(pages), which
+            self.freed = layout.column_of(pages), which
 
     def granted(self, rows: RowMask | None = None) -> tuple[PageAllocator, RowMask]:
         """The pool after the call, or after the call for some rows; and the rows that got all
         pages."""
-        wanted, gone = self.wanted, self.gone
+        needed, freed = self.needed, self.freed
         if rows is not None:
-            wanted = wanted & rows[:, None]
-            gone = gone and (gone[0], gone[1] & rows[:, None])
-        return self.pool.append(self.columns, wanted, gone)
+            needed = needed & rows[:, None]
+            freed = freed and (freed[0], freed[1] & rows[:, None])
+        return self.pool.append(self.columns, needed, freed)
 
     def invalid(self, pool: PageAllocator, rows: RowMask) -> RowMask:
         """The ``rows`` that would write to a page that does not exist."""
@@ -211,8 +213,8 @@ def _written_columns(group: PageGroup, length: PerRow, count: PerRow, new: int) 
     columns = []
     for number in range(layout.spanned(group.new_units(new) + 1)):
         page = first + number
-        there = (page * layout.page_size < end) & ((page + 1) * layout.page_size > begin)
-        columns.append(jnp.where(there, layout.column_of(page), -1))
+        is_written = (page * layout.page_size < end) & ((page + 1) * layout.page_size > begin)
+        columns.append(jnp.where(is_written, layout.column_of(page), -1))
     return columns
 
 

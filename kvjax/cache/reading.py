@@ -93,17 +93,17 @@ def tokens_at(
     for section in reversed(sections(view, together=True)):  # raw sections first
         section_keys, section_values, at = section.numbers()
         source = jnp.clip(section.slot_of(positions), 0, at.shape[1] - 1)
-        found = jnp.take_along_axis(at, source, axis=1) == positions
-        found &= (positions >= 0) & ~available & _is_available(layer_cache, positions)
+        is_here = jnp.take_along_axis(at, source, axis=1) == positions
+        is_here &= (positions >= 0) & ~available & _is_available(layer_cache, positions)
         keys, values = (
             jnp.where(
-                found[:, None, :, None],
+                is_here[:, None, :, None],
                 jnp.take_along_axis(x, source[:, None, :, None], axis=2),
                 before,
             )
             for x, before in ((section_keys, keys), (section_values, values))
         )
-        available |= found
+        available |= is_here
     return keys, values, available
 
 

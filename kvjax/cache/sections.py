@@ -121,8 +121,8 @@ class Section:
         slots = units
         if self.unit > 1:
             slots = (units[:, None] * self.unit + arange_row(self.unit)).ravel()
-        there = slots[None] >= start * self.unit
-        return jnp.where(there, self.position_of(slots, *self.cursors), -1)
+        is_included = slots[None] >= start * self.unit
+        return jnp.where(is_included, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
         """The products of queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
@@ -356,10 +356,12 @@ def _call_section(
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
         slots = expand_over_rows(slots, before)
         positions = expand_over_slots(before) + slots
-        there = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
+        is_included = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
         if shard is not None:
-            there &= (slots >= expand_over_slots(first)) & (slots < expand_over_slots(first) + own)
-        return jnp.where(there, positions, -1)
+            is_included &= (slots >= expand_over_slots(first)) & (
+                slots < expand_over_slots(first) + own
+            )
+        return jnp.where(is_included, positions, -1)
 
     def span(start: Array, size: int) -> tuple[Array, Array]:
         low, high = jnp.maximum(start, first), jnp.minimum(start + size, first + own)

@@ -88,8 +88,8 @@ def _store_with_tail(
         after = update_stack(stack, _tail_after(split.tail, tail, fresh, length, count), layer)
 
     start, stop = split.flushed(length), split.flushed(length + count)
-    leaving = -(-new // split.block)
-    ids = start[:, None] + arange_row(leaving)
+    num_blocks = -(-new // split.block)
+    ids = start[:, None] + arange_row(num_blocks)
     positions = ids[:, :, None] * split.block + arange_row(split.block)[None]
     positions = positions.reshape(batch, -1)
     slots = split.tail.slot_of(positions)
@@ -106,7 +106,7 @@ def _store_with_tail(
             tokens = jax.tree.map(
                 lambda *x: _take(jnp.concatenate([*map(rows, x)], axis=2), rows(index)), tail, fresh
             )
-        shape = (tokens.keys.shape[0], keys.shape[1], leaving, split.block, keys.shape[3])
+        shape = (tokens.keys.shape[0], keys.shape[1], num_blocks, split.block, keys.shape[3])
         numbers = raw[0].decode(tokens.keys), raw[1].decode(tokens.values)
         mesh_sharding = policy.placement.mesh_sharding
         return (
@@ -114,7 +114,7 @@ def _store_with_tail(
             _encode(policy.values, numbers[1].reshape(shape), mesh_sharding),
         )
 
-    runs, placement = split.body.runs(start, leaving), policy.placement
+    runs, placement = split.body.runs(start, num_blocks), policy.placement
     strip = None if short else Strip(tail, fresh.keys, fresh.values)
     if current_platform() == "tpu":
         bodies = _store_row_by_row(old, runs, stop - start, leaving_blocks, table, layer)

@@ -133,7 +133,7 @@ class Conversation:
         """Tokens of all turns."""
         if self.answer is not None and self.prompt is not None:
             return len(self.prompt.ids) + len(self.answer.tokens)
-        cuts = self.tokenized.before(len(self.turns)).cuts
+        cuts = self.tokenized.with_cuts_before(len(self.turns)).cuts
         return cuts[-1][2] if cuts and self.turns else 0
 
     def ask(
@@ -149,7 +149,7 @@ class Conversation:
     ) -> Answer:
         """Drop turn ``number`` and all turns after it, then answer ``user``."""
         self.close()
-        turns, tokenized = self.turns[:number], self.tokenized.before(number)
+        turns, tokenized = self.turns[:number], self.tokenized.with_cuts_before(number)
         new = as_int("max_new_tokens", settings["max_new_tokens"], 1)
         prompt = fit_prompt(
             self.rendering,
@@ -241,11 +241,11 @@ class Conversation:
             self.turns[-1], answer=text, tokens=tuple(tokens), finish_reason=reason
         )
         # The template writes the end token of an answer itself.
-        said = tokens[:-1] if reason == "eos" else tokens
-        length = self.rendering.length(prompt.ids, said, text)
+        answer_tokens = tokens[:-1] if reason == "eos" else tokens
+        length = self.rendering.length(prompt.ids, answer_tokens, text)
         if length is not None:
             turn = len(self.turns) - 1
             self.tokenized = self.tokenized.with_answer(
-                turn, prompt.text, prompt.ids, text[:length], said
+                turn, prompt.text, prompt.ids, text[:length], answer_tokens
             )
         return result

@@ -134,12 +134,12 @@ class TokenizedText:
     ids: tuple[int, ...] = ()
     cuts: tuple[tuple[int, int, int], ...] = ()
 
-    def before(self, turn: int) -> "TokenizedText":
+    def with_cuts_before(self, turn: int) -> "TokenizedText":
         """This text, with only the cuts before a turn."""
         cuts = tuple(cut for cut in self.cuts if cut[0] < turn)
         return TokenizedText(self.text, self.ids, cuts)
 
-    def matching(self, text: str) -> "TokenizedText":
+    def with_common_cuts(self, text: str) -> "TokenizedText":
         """This text, with only the cuts up to which another text is identical."""
         cuts = tuple(cut for cut in self.cuts if text.startswith(self.text[: cut[1]]))
         return TokenizedText(self.text, self.ids, cuts)
@@ -147,7 +147,7 @@ class TokenizedText:
     def tokenize(self, text: str, encode: Encode) -> list[int]:
         """The tokens of another text: the known tokens up to the last cut, then the encoded
         rest."""
-        cuts = self.matching(text).cuts
+        cuts = self.with_common_cuts(text).cuts
         if not cuts:
             return encode(text, True)
         _, characters, count = cuts[-1]
@@ -158,7 +158,7 @@ class TokenizedText:
         self, turn: int, text: str, ids: Sequence[int], answer: str, tokens: Sequence[int]
     ) -> "TokenizedText":
         """A prompt's text and tokens, followed by a turn's answer and its tokens."""
-        cuts = self.matching(text).cuts
+        cuts = self.with_common_cuts(text).cuts
         text, ids = text + answer, (*ids, *tokens)
         return TokenizedText(text, ids, (*cuts, (turn, len(text), len(ids))))
 

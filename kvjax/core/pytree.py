@@ -26,15 +26,15 @@ def pytree_dataclass(cls: type[_T]) -> type[_T]:
 
     Programs with such arguments can be serialized by ``jax.export``.
     """
-    made = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+    new_class = jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
     export.register_pytree_node_serialization(
-        made,
+        new_class,
         serialized_name=_name(cls),
         serialize_auxdata=serialize_static,
         deserialize_auxdata=deserialize_static,
     )
-    _registered.append(made)
-    return made
+    _registered.append(new_class)
+    return new_class
 
 
 def exportable_namedtuple(cls: type[_Tuple]) -> type[_Tuple]:

@@ -115,21 +115,21 @@ class BeamSearchState:
         return bool(self._state.done.all())
 
     def results(self) -> list[BeamResult]:
-        """The best sequences of a search that has ended, best first."""
-        request, ended = self._request, self._state.finished
+        """The best sequences of a search that has finished, best first."""
+        request, finished = self._request, self._state.finished
         if request.logprobs is not None:
-            scores = self._scores(ended.length - 1, ended.beam, ended.token)
-            ended = replace(ended, token_scores=scores)
-        found = best_sequences(self._history, ended, self._search.num_return, request.logprobs)
+            scores = self._scores(finished.length - 1, finished.beam, finished.token)
+            finished = replace(finished, token_scores=scores)
+        best = best_sequences(self._history, finished, self._search.num_return, request.logprobs)
         results = []
-        for at, (tokens, score) in enumerate(zip(found.tokens[0], found.scores[0], strict=True)):
+        for at, (tokens, score) in enumerate(zip(best.tokens[0], best.scores[0], strict=True)):
             text = RowText(self._tokenizer, request.tokens, guided=request.guide is not None)
             for token in tokens:
                 text.push(token)
             text.finish("eos" if tokens and tokens[-1] in request.eos else "length")
             logprobs = None
             if request.logprobs is not None:
-                logprobs = [_without_forbidden(x) for x in found.token_scores[0][at]]
+                logprobs = [_without_forbidden(x) for x in best.token_scores[0][at]]
             guide: Any = request.guide and request.guide.copy()  # type: ignore[attr-defined]
             if guide is not None:
                 accept_all(guide, tokens, self._mask_words)

@@ -178,13 +178,13 @@ class PageTables:
         for number, group in enumerate(self._groups):
             end, first = self._span(number, tokens)
             pool, table = self._pools[number], self.tables[number]
-            leaving = Counter(
+            passed = Counter(
                 int(table[row, group.column(place)])
                 for row in rows
-                for place in self._leaving(number, row, first)
+                for place in self._passed_pages(number, row, first)
             )
             # A page that beams share becomes free when all of them leave it.
-            freed = sum(page >= 0 and pool.refs[page] == count for page, count in leaving.items())
+            freed = sum(page >= 0 and pool.refs[page] == count for page, count in passed.items())
             new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
             missing.append(max(new - freed, 0))
         return missing
@@ -194,7 +194,7 @@ class PageTables:
         for number, group in enumerate(self._groups):
             end, first = self._span(number, tokens)
             pool, table = self._pools[number], self.tables[number]
-            for place in self._leaving(number, row, first):
+            for place in self._passed_pages(number, row, first):
                 column = group.column(place)
                 if table[row, column] >= 0:
                     pool.release(int(table[row, column]))
@@ -294,9 +294,9 @@ class PageTables:
         sees."""
         page_group = self._groups[number].page_group
         layout, units = page_group.layout, int(page_group.units(tokens))
-        return int(layout.filled(units)), int(layout.gone_before(units))
+        return int(layout.filled(units)), int(layout.first_visible_page(units))
 
-    def _leaving(self, number: int, row: int, first: int) -> range:
+    def _passed_pages(self, number: int, row: int, first: int) -> range:
         """The pages before ``first`` that the row still has, without sink pages."""
         sinks = self._groups[number].page_group.layout.sink_pages
         return range(max(int(self._first[number, row]), sinks), first)

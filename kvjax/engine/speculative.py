@@ -257,13 +257,13 @@ def verify(
 
     def one_place(carry: PyTree) -> PyTree:
         place, accepting, progress, history, outputs = carry
-        here, allowed, draft = (
+        place_logits, allowed, draft = (
             lax.dynamic_index_in_dim(x, place, axis=1, keepdims=False)
             for x in (logits, inputs.allowed, drafted)
         )
         paused = replace(progress, done=~accepting)
         after, history, scores = choose_next(
-            paused, history, here, context, inputs.params, no_forced, allowed
+            paused, history, place_logits, context, inputs.params, no_forced, allowed
         )
         after = replace(after, done=jnp.where(accepting, after.done, progress.done))
         outputs = set_column(outputs, place, (after.token, scores))

@@ -47,7 +47,7 @@ class TextStream:
         before = [int(i) for i in after][-CONTEXT:]
         self._before = whole_characters(decode, before) or before
         self._pending: list[int] = []
-        self.held = ""
+        self.withheld = ""
         """Withheld text, which later tokens may change."""
 
     def push(self, token: int) -> str:
@@ -56,7 +56,7 @@ class TextStream:
         text = self._new_text()
         incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING
         if not text or incomplete:
-            self.held = text
+            self.withheld = text
             return ""
         return self._release(text)
 
@@ -65,7 +65,7 @@ class TextStream:
         return self._release(self._new_text()) if self._pending else ""
 
     def _release(self, text: str) -> str:
-        self._before, self._pending, self.held = self._pending, [], ""
+        self._before, self._pending, self.withheld = self._pending, [], ""
         return text
 
     def _new_text(self) -> str:
@@ -131,13 +131,13 @@ class RowText:
         # the text that was withheld before them.
         self._starts: list[int] = []
         self._ends: list[int] = []
-        self._held_before: list[str] = []
+        self._withheld_before: list[str] = []
         self._taken = (0, 0)
 
     def push(self, token: int) -> None:
         """Append a token, unless the row has ended."""
         if self.finish_reason is None:
-            self._held_before.append(getattr(self._stream, "held", ""))
+            self._withheld_before.append(getattr(self._stream, "withheld", ""))
             self.tokens.append(token)
             text = "" if self._stream is None else self._stream.push(token)
             if text or self._stream is None:
@@ -187,8 +187,8 @@ class RowText:
         self.text += text
         # Tokens that form one character together start and end where the character does.
         self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
-        self._starts += [searched + _common_length(x, text) for x in self._held_before]
-        self._held_before.clear()
+        self._starts += [searched + _common_length(x, text) for x in self._withheld_before]
+        self._withheld_before.clear()
         if len(self.tokens) <= self._least:
             self._uncounted = len(self.text)
         searched = max(searched, self._uncounted)

@@ -103,11 +103,11 @@ def check_device(lm: LoadedModel) -> None:
     leaf = next(iter(jax.tree.leaves(lm.params)), None)
     if lm.mesh is not None or not isinstance(leaf, jax.Array) or is_traced(leaf):
         return
-    ours, here = leaf.sharding.device_set, default_device()
-    if ours != {here}:
-        there = ", ".join(map(str, ours))
+    devices, default = leaf.sharding.device_set, default_device()
+    if devices != {default}:
+        names = ", ".join(map(str, devices))
         raise ValueError(
-            f"the model is on {there}, but JAX's default device is {here}: call this inside "
+            f"the model is on {names}, but JAX's default device is {default}: call this inside "
             "jax.default_device(...) with the model's device, or move the model"
         )
 
@@ -144,10 +144,10 @@ def apply_in_chunks(
         return run(tokens, cache, lengths)
     count = -(-new // size)
     # A row takes all tokens of the call or none, so admission precedes the first chunk.
-    cache, taken = admit(cache, new, lengths)
+    cache, counts = admit(cache, new, lengths)
     chunks = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
     chunks = chunks.reshape(batch, count, size).swapaxes(0, 1)
-    real = jnp.clip(taken[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
+    real = jnp.clip(counts[None] - size * jnp.arange(count, dtype=jnp.int32)[:, None], 0, size)
 
     def step(carry: tuple[KVCache, Array], chunk: tuple[Array, Array]):
         (cache, last), (tokens, lengths) = carry, chunk

@@ -182,14 +182,14 @@ class Paged(Layout):
         page = newest - (newest - columns) % (self.columns - self.sink_pages)
         return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
 
-    def gone_before(self, written: Integers) -> Integers:
+    def first_visible_page(self, written: Integers) -> Integers:
         """The first page after the sinks' that queries of a row may still see, even after a rewind
         by ``rewindable`` tokens."""
         return xp(written).maximum(written - self._kept, 0) // self.page_size
 
     def is_kept(self, pages: jax.Array, written: jax.Array) -> jax.Array:
         """Whether queries may still see ``pages``."""
-        return (pages >= self.gone_before(written)) | (pages < self.sink_pages)
+        return (pages >= self.first_visible_page(written)) | (pages < self.sink_pages)
 
     def filled(self, tokens: Integers) -> Integers:
         """Pages that ``tokens`` need, including a last one that is not full."""
@@ -214,10 +214,10 @@ class Paged(Layout):
         position, marks, size = slots, expand_over_slots(written), self.page_size
         if not self.straight:
             position = self._page_in(slots // size, marks) * size + slots % size
-        there = position < expand_over_slots(length)
+        is_kept = position < expand_over_slots(length)
         if self.window is not None:
-            there &= (position >= marks - self._kept) | (position < self.sinks)
-        return jnp.where(there, position, -1)
+            is_kept &= (position >= marks - self._kept) | (position < self.sinks)
+        return jnp.where(is_kept, position, -1)
 
     def slot_of(self, positions: Positions) -> Positions:
         column = self.column_of(positions // self.page_size)

@@ -299,9 +299,9 @@ def _apply_moves(
     """Move layers to the host, last layers first, then others to the device."""
     assert cache.budget is not None
     moves: list[Move] = []
-    leaving = [(entry, cache.budget.placement) for entry in sorted(to_host, reverse=True)]
-    returning = [(entry, Device()) for entry in sorted(to_device)]
-    for entry, placement in [*leaving, *returning]:
+    moves_to_host = [(entry, cache.budget.placement) for entry in sorted(to_host, reverse=True)]
+    moves_to_device = [(entry, Device()) for entry in sorted(to_device)]
+    for entry, placement in [*moves_to_host, *moves_to_device]:
         cache = move_layers(cache, placement, [entry])
         size = tree_bytes((cache.layers[entry].keys, cache.layers[entry].values))
         moves.append(Move(entry, placement.place, size, tokens))

@@ -111,48 +111,48 @@ class PageAllocator:
         )
         return jnp.where(self.table >= 0, self.table + first, -1)
 
-    def _can_take(self, wanted: PerRow, spare: PerRow | int = 0) -> RowMask:
-        """bool[rows]: the rows that can take ``wanted`` pages, int32[rows]; earlier rows first.
+    def _can_take(self, needed: PerRow, spare: PerRow | int = 0) -> RowMask:
+        """bool[rows]: the rows that can take ``needed`` pages, int32[rows]; earlier rows first.
         ``spare``: pages that each row frees first."""
-        more = jnp.maximum(wanted - spare, 0)
+        more = jnp.maximum(needed - spare, 0)
         return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])
 
     def append(
-        self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
+        self, columns: Array, needed: Array, freed: tuple[Array, Array] | None = None
     ) -> tuple["PageAllocator", RowMask]:
         """Take a page for some columns of each row.
 
         Args:
           columns: int32[rows, n], columns of each row.
-          wanted: bool[rows, n], which of them need a page.
-          gone: int32[rows, m] and bool[rows, m], columns whose pages a row frees first, along with
+          needed: bool[rows, n], which of them need a page.
+          freed: int32[rows, m] and bool[rows, m], columns whose pages a row frees first, along with
             pages that are in ``columns``. By default the columns are empty and nothing is freed.
 
         Returns:
           The allocator, and bool[rows], the rows that got all their pages. The others are
           unchanged.
         """
-        before, at, new, spare = self, columns, wanted, 0
-        old = jnp.zeros(wanted.shape, bool)
-        if gone is not None:
-            again = (gone[0][:, :, None] == columns[:, None]) & wanted[:, None]
-            at = jnp.concatenate([columns, gone[0]], axis=1)
-            new = jnp.pad(wanted, ((0, 0), (0, gone[0].shape[1])))
-            old = jnp.concatenate([wanted, gone[1] & ~jnp.any(again, axis=2)], axis=1)
+        before, at, new, spare = self, columns, needed, 0
+        old = jnp.zeros(needed.shape, bool)
+        if freed is not None:
+            again = (freed[0][:, :, None] == columns[:, None]) & needed[:, None]
+            at = jnp.concatenate([columns, freed[0]], axis=1)
+            new = jnp.pad(needed, ((0, 0), (0, freed[0].shape[1])))
+            old = jnp.concatenate([needed, freed[1] & ~jnp.any(again, axis=2)], axis=1)
             pages = jnp.where(old, jnp.take_along_axis(self.table, at, axis=1, mode="clip"), -1)
             alone = self.refs[pages.clip(0, self.pages - 1)] == 1
             spare = (alone & (pages >= 0)).sum(1, dtype=jnp.int32)
-        had = self._can_take(wanted.sum(1, dtype=jnp.int32), spare)
-        new, old = new & had[:, None], old & had[:, None]
-        if gone is not None:
+        granted = self._can_take(needed.sum(1, dtype=jnp.int32), spare)
+        new, old = new & granted[:, None], old & granted[:, None]
+        if freed is not None:
             before = self.release(jnp.where(old, pages, -1).ravel())
         page, left = before._popped(new.ravel())
         page, rows = page.reshape(new.shape), jnp.arange(len(columns), dtype=jnp.int32)[:, None]
         # One write, after all reads of the old table: otherwise XLA copies the table.
-        there = jnp.where(new | old, at, self.table.shape[1])
-        table = self.table.at[rows, there].set(page, mode="drop")
+        targets = jnp.where(new | old, at, self.table.shape[1])
+        table = self.table.at[rows, targets].set(page, mode="drop")
         refs = before.refs.at[self._valid(page)].set(1, mode="drop")
-        return replace(before, table=table, refs=refs, left=left), had
+        return replace(before, table=table, refs=refs, left=left), granted
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
         """Take pages for a row's first ``pages`` columns, where they have none.
@@ -165,9 +165,9 @@ class PageAllocator:
         )
         is_row = jnp.arange(self.table.shape[0], dtype=jnp.int32) == row
         fits = jnp.asarray(pages) <= self.table.shape[1]
-        wanted = is_row[:, None] & fits & (columns < pages) & (self.table < 0)
-        after, had = self.append(columns, wanted)
-        return after, fits & jnp.any(had & is_row)
+        needed = is_row[:, None] & fits & (columns < pages) & (self.table < 0)
+        after, granted = self.append(columns, needed)
+        return after, fits & jnp.any(granted & is_row)
 
     def drop(self, which: Array) -> "PageAllocator":
         """Free the pages of columns, ``which`` bool[rows, columns], unless others hold them."""
@@ -288,11 +288,11 @@ class PageAllocator:
         """Pages, with out-of-range numbers replaced by ``self.pages``, which writes drop."""
         return jnp.where((pages >= 0) & (pages < self.pages), pages, self.pages)
 
-    def _popped(self, wanted: Array) -> tuple[Array, Array]:
-        """A free page for each of ``wanted``, bool[n], -1 for the others; and the new ``left``."""
-        count = jnp.cumsum(wanted, dtype=jnp.int32)
+    def _popped(self, needed: Array) -> tuple[Array, Array]:
+        """A free page for each of ``needed``, bool[n], -1 for the others; and the new ``left``."""
+        count = jnp.cumsum(needed, dtype=jnp.int32)
         page = jnp.take(self.stack, self.left[0] - count, mode="clip")
-        return jnp.where(wanted, page, -1), self.left - count[-1]
+        return jnp.where(needed, page, -1), self.left - count[-1]
 
     def _pushed(self, refs: Array, pages: Array, freed: Array) -> "PageAllocator":
         """Set ``refs``, and push the ``freed`` pages, a mask bool[n] of ``pages``, on the stack."""
@@ -323,9 +323,9 @@ class FixedPageTables:
         return self.table
 
     def append(
-        self, columns: Array, wanted: Array, gone: tuple[Array, Array] | None = None
+        self, columns: Array, needed: Array, freed: tuple[Array, Array] | None = None
     ) -> tuple["FixedPageTables", RowMask]:
-        """Unchanged tables, and the rows that have a page in all columns where one is ``wanted``;
+        """Unchanged tables, and the rows that have a page in all columns where one is ``needed``;
         see `PageAllocator.append`."""
         pages = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)
-        return self, jnp.all(~wanted | (pages >= 0), axis=1)
+        return self, jnp.all(~needed | (pages >= 0), axis=1)

@@ -256,14 +256,14 @@ class Budget:
         """
         chosen = set(out)
         while self._taken(sizes, chosen) > self.memory:
-            here = [n for n, size in enumerate(sizes) if n not in chosen and _leaves(size)]
-            if not here:
+            movable = [n for n, size in enumerate(sizes) if n not in chosen and _leaves(size)]
+            if not movable:
                 fetched = " and the prefetched layers" if self.placement.ahead else ""
                 raise ValueError(
                     f"the cache may use {self.memory:,} bytes of the device, but with every layer "
                     f"on the host its newest tokens{fetched} need {self._taken(sizes, chosen):,}"
                 )
-            chosen.add(here[-1])
+            chosen.add(movable[-1])
         for n in sorted(chosen):
             if n in out and self._taken(sizes, chosen - {n}) <= _REFILL * self.memory:
                 chosen.remove(n)
@@ -271,11 +271,11 @@ class Budget:
 
     def _taken(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> int:
         """Bytes of the device with the layers ``out`` on the host."""
-        here = [size for n, size in enumerate(sizes) if n not in out]
-        there = [size for n, size in enumerate(sizes) if n in out]
-        free = max((size.device for size in here if size.grows and _leaves(size)), default=0)
-        fetched = ahead_bytes([(size.host, self.placement) for size in there])
-        return sum(s.device for s in here) + sum(s.tail for s in there) + free + fetched
+        on_device = [size for n, size in enumerate(sizes) if n not in out]
+        on_host = [size for n, size in enumerate(sizes) if n in out]
+        free = max((size.device for size in on_device if size.grows and _leaves(size)), default=0)
+        fetched = ahead_bytes([(size.host, self.placement) for size in on_host])
+        return sum(s.device for s in on_device) + sum(s.tail for s in on_host) + free + fetched
 
 
 def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:

@@ -134,8 +134,8 @@ def copy_pages(
         def copy(number: Array, into: Array) -> Array:
             known = jnp.clip(source[number], 0, store.shape[0] - 1)
             page = order.slice_row(into, known, start, like)
-            there = (source[number] >= 0) & (target[number] >= 0)
-            at = jnp.where(there, target[number], known)  # -1: copy a page onto itself
+            is_copied = (source[number] >= 0) & (target[number] >= 0)
+            at = jnp.where(is_copied, target[number], known)  # -1: copy a page onto itself
             return order.update_row(into, at, start, placement.far(placement.near(page)))
 
         count = jnp.where(jnp.any(source >= 0), len(source), 0)

@@ -65,7 +65,7 @@ class CacheGroup:
 @functools.lru_cache(maxsize=65536)
 def _pages_for(page_group: PageGroup, tokens: int) -> tuple[tuple[int, ...], int | None]:
     layout, units = page_group.layout, int(page_group.units(tokens))
-    first, full = int(layout.gone_before(units)), units // layout.page_size
+    first, full = int(layout.first_visible_page(units)), units // layout.page_size
     pages = (page for page in range(full) if page >= first or page < layout.sink_pages)
     return tuple(pages), full if units % layout.page_size else None
 

@@ -67,7 +67,7 @@ class Tiers:
         swapped out.
         """
         free = [len(allocator.free) for allocator in self._pool.allocators]
-        leaving: list[tuple[Node, int, Entry]] = []
+        swapped_out: list[tuple[Node, int, Entry]] = []
         missing = sum(max(n - m, 0) for n, m in zip(target, free, strict=True))
         for node, entry in self._radix.eviction_order(DEVICE) if missing else ():
             if not missing:
@@ -77,10 +77,10 @@ class Tiers:
             unshared = group is not None and self._pool.allocators[group].refs[entry.page] == 1
             if group is not None and unshared and free[group] < target[group]:
                 free[group], missing = free[group] + 1, missing - 1
-                leaving.append((node, group, entry))
+                swapped_out.append((node, group, entry))
         if any(n > m for n, m in zip(least, free, strict=True)):
             return False
-        self._swap_out(leaving)
+        self._swap_out(swapped_out)
         return True
 
     def swap_in(self, pages: Sequence[SwappedPage]) -> None:
@@ -145,14 +145,14 @@ class Tiers:
         node.children = {}
         self._radix.prune(node)
 
-    def _swap_out(self, leaving: Sequence[tuple[Node, int, Entry]]) -> None:
+    def _swap_out(self, pages: Sequence[tuple[Node, int, Entry]]) -> None:
         """Move pages from the device to the host, or evict them if no other tier may be used."""
         if not any(self.limits.values()):
-            for node, _, entry in leaving:
+            for node, _, entry in pages:
                 self._evict(node, entry)
             return
         for group, allocator in enumerate(self._pool.allocators):
-            entries = [entry for _, of_group, entry in leaving if of_group == group]
+            entries = [entry for _, of_group, entry in pages if of_group == group]
             contents = self._pool.read(group, [entry.page for entry in entries])
             for entry, arrays in zip(entries, contents, strict=True):
                 allocator.release(entry.page)

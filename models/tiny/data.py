@@ -181,11 +181,11 @@ def repeat_stretches(
     Returns:
       int32[windows, length], a copy of ``windows`` in which the passages are overwritten.
     """
-    made, length = windows.copy(), windows.shape[1]
+    result, length = windows.copy(), windows.shape[1]
     most = min(most, length // 2)
-    for row in np.flatnonzero(rng.random(len(made)) < share):
+    for row in np.flatnonzero(rng.random(len(result)) < share):
         size = int(rng.integers(min(least, most), most + 1))
         first = int(rng.integers(0, length - 2 * size + 1))
         second = int(rng.integers(first + size, length - size + 1))
-        made[row, second : second + size] = made[row, first : first + size]
-    return made
+        result[row, second : second + size] = result[row, first : first + size]
+    return result

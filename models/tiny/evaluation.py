@@ -203,9 +203,9 @@ def _backend(lm: LanguageModel) -> tokenizers.Tokenizer:
 
 
 def main() -> None:
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.evaluation")
-    parser.add_argument("--folder", type=Path, default=here, help="the model (%(default)s)")
+    parser.add_argument("--folder", type=Path, default=folder, help="the model (%(default)s)")
     parser.add_argument(
         "--add",
         action="store_true",

@@ -190,11 +190,11 @@ class _Log:
 
 
 def main() -> None:
-    here = Path(__file__).parent
+    folder = Path(__file__).parent
     parser = argparse.ArgumentParser(prog="python -m kvjax.models.tiny.train", description=__doc__)
     cache = Path.home() / ".cache" / "kvjax" / "tiny"
     parser.add_argument("--workdir", type=Path, default=cache, help="checkpoints (%(default)s)")
-    parser.add_argument("--out", type=Path, default=here, help="the model's folder (%(default)s)")
+    parser.add_argument("--out", type=Path, default=folder, help="the model's folder (%(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
     for field in dataclasses.fields(Recipe):
         flag = "--" + field.name.replace("_", "-")

@@ -200,7 +200,7 @@ def _make_plan(
 ) -> Plan | None:
     """``plan_of`` for a store of ``units`` units, ``page`` of them contiguous, with ``shared`` KiB
     of shared memory."""
-    wanted = min(rows, MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2)
+    query_rows = min(rows, MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2)
     needed = -(-MIN_ROWS // min(form.rows for form in formats))
     sizes = (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4) if unit == 1 else (needed,)
     widths = [head_dim // form.groups for form in formats]
@@ -211,7 +211,7 @@ def _make_plan(
         (PREFERRED_KIB, shared), sizes, range(MAX_STAGES, 1, -1), (1, 2, 4)
     ):
         tile = min(1 << size.bit_length() - 1, 1 << units.bit_length() - 1, page)
-        if MMA_K * warps < wanted and warps < 4:
+        if MMA_K * warps < query_rows and warps < 4:
             continue
         plan = Plan(formats, unit, head_dim, warps, tile, stages, dtype, swizzle)
         across = MMA_N * 4 // warps  # tokens, or channels, that all warps process together

@@ -222,8 +222,8 @@ def section_subblocks(section: Section) -> int:
 def splits_of(programs: int, tiles: int) -> int:
     """The number of programs that share a row's keys: enough to occupy a GPU, but with several
     tiles each."""
-    wanted = max(PROGRAMS // programs, 1)
-    return min(1 << wanted.bit_length() - 1, 1 << max(tiles // MIN_TILES, 1).bit_length() - 1)
+    splits = max(PROGRAMS // programs, 1)
+    return min(1 << splits.bit_length() - 1, 1 << max(tiles // MIN_TILES, 1).bit_length() - 1)
 
 
 def merge_splits(

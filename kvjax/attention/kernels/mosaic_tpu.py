@@ -91,8 +91,8 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     capacity = leaves[0].shape[orders[0].axis] // orders[0].stride * section.unit
     heads, tile, block_rows = tile_sizes(inputs, capacity)
     # With a single page per row, the last tile may pass the end, as it may without pages.
-    several = section.pages is not None and section.pages.shape[1] > 1
-    refuse("pallas", {f"can't read pages of {capacity} tokens": several and capacity % tile})
+    has_many_pages = section.pages is not None and section.pages.shape[1] > 1
+    refuse("pallas", {f"can't read pages of {capacity} tokens": has_many_pages and capacity % tile})
     blocks = -(-rows // block_rows)
     padded = blocks * block_rows
     queries = jnp.pad(inputs.queries, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))

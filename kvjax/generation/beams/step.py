@@ -377,9 +377,10 @@ def _assign_rows(running: _Candidates) -> tuple[Array, Array]:
     real, beam = running.score > -jnp.inf, running.beam
     same = (beam[:, None] == beam[None]) & real[None]
     stays = real & ~jnp.any(same & (rows[None] < rows[:, None]), axis=1)
-    here = beam[None] == rows[:, None]
-    taken = jnp.any(stays[None] & here, axis=1)
-    free, moved = (jnp.cumsum(~x, dtype=jnp.int32) for x in (taken, stays))
-    there = jnp.where(stays[None], here, ~taken[:, None] & (free[:, None] == moved[None]))
-    child = lax.argmax(there, 1, jnp.int32)
+    is_parent = beam[None] == rows[:, None]
+    has_child = jnp.any(stays[None] & is_parent, axis=1)
+    free, moved = (jnp.cumsum(~x, dtype=jnp.int32) for x in (has_child, stays))
+    is_moved = ~has_child[:, None] & (free[:, None] == moved[None])
+    assigned = jnp.where(stays[None], is_parent, is_moved)
+    child = lax.argmax(assigned, 1, jnp.int32)
     return child, jnp.where(real[child], beam[child], rows)

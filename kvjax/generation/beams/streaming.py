@@ -166,8 +166,8 @@ def source_beams(
     same &= steps < before[:, :, None, None]
     shared = np.cumprod(same, axis=3).sum(axis=3)  # [batch, n, beams]
     beam = np.argmax(shared, axis=2)
-    held = np.take_along_axis(shared, beam[:, :, None], axis=2)[..., 0]
-    return beam, held, np.take_along_axis(fed, beam, axis=1) - held
+    prefix_len = np.take_along_axis(shared, beam[:, :, None], axis=2)[..., 0]
+    return beam, prefix_len, np.take_along_axis(fed, beam, axis=1) - prefix_len
 
 
 _WATCHED_STEPS = 8
@@ -303,9 +303,10 @@ class BeamStream(PieceIterator):
         row comes from the running beam that shares most with the sequence, rewound to that."""
         request, session = self._request, self._session
         live, count = live_sequences(self._history, self._state.count, self._beams)
-        beam, held, rewound = source_beams(live, count, best.known, best.before)
+        beam, prefix_lens, rewound = source_beams(live, count, best.known, best.before)
         pending_tokens = [
-            row.tokens[length:] for row, length in zip(self._rows, held.ravel(), strict=False)
+            row.tokens[length:]
+            for row, length in zip(self._rows, prefix_lens.ravel(), strict=False)
         ]
         if request.prefix_cache is not None:
             rows = zip(request.row_prompts, live.reshape(-1, live.shape[2]), strict=True)
@@ -330,7 +331,7 @@ class BeamStream(PieceIterator):
         prefill, decode, request = self._prefill_timer, self._decode_timer, self._request
         steps = max(len(self._history) - 1, 0) * self._num_prompts
         lengths = zip(request.cache_lengths.tolist(), map(len, request.prompts), strict=True)
-        longest = max(held + new for held, new in lengths) + len(self._history)
+        longest = max(cached + new for cached, new in lengths) + len(self._history)
         return GenerationStats(
             prompt_tokens=sum(map(len, request.encoder_tokens or request.prompts)),
             new_tokens=sum(len(row.tokens) for row in self._rows),
