@@ -12,7 +12,7 @@ from kvjax.cache.sections import LayerView, sections
 from kvjax.core.compat import jax_0_10_2_host_memory
 from kvjax.core.rotary import rotary_table
 from tests import matrix, naive
-from tests.matrix import OPERATIONS, Held, tiny_config
+from tests.matrix import OPERATIONS, PolicyCase, tiny_config
 
 KV, GROUP, DIM, WIDTH, TOKENS = 2, 2, 8, 16, 60
 LENGTHS = (44, 31, 1)
@@ -33,10 +33,10 @@ def texts(rows: int = 3, heads: int = KV * GROUP, kv: int = KV) -> tuple[np.ndar
 
 
 @functools.cache
-def truth(codecs: tuple[str, ...], layout: str, *of: int) -> np.ndarray:
+def reference_outputs(codecs: tuple[str, ...], layout: str, *of: int) -> np.ndarray:
     """What each token of each text gets, wherever a cell's cache is: [rows, heads, tokens,
     head_dim]."""
-    held = matrix.held(codecs, layout)
+    held = matrix.policy_case(codecs, layout)
     window, sinks = held.sight
     cap = None if window is None else sinks + window - 1
     rows = [
@@ -81,7 +81,7 @@ def _over_layers(cache: Any, queries: Any, keys: Any, values: Any, lengths: Any)
 
 
 def empty(
-    held: Held, max_len: int, rows: int = 3, kv: int = KV, stacked: bool = False, **more: Any
+    held: PolicyCase, max_len: int, rows: int = 3, kv: int = KV, stacked: bool = False, **more: Any
 ) -> Any:
     """A cache for texts."""
     layers, given = 1 + stacked, {"batch": rows, "max_len": max_len, "stacked": stacked, **more}
@@ -90,7 +90,7 @@ def empty(
 
 
 def step(cache: Any, begins: Any, take: Any, width: int, text: Any, of: Any = None) -> Any:
-    """Feed each row so many tokens from where it stands, padded to a width; their mixtures, with
+    """Feed each row so many tokens from where it stands, padded to a width; their outputs, with
     zeros for the padding. ``of``: the text of each row, where that is not the row's own."""
     order = np.arange(len(begins)) if of is None else np.asarray(of)
     at = np.minimum(np.asarray(begins)[:, None] + np.arange(width), TOKENS - 1)
@@ -100,7 +100,9 @@ def step(cache: Any, begins: Any, take: Any, width: int, text: Any, of: Any = No
     return np.where(real[:, None, :, None], np.asarray(mixed), 0), cache
 
 
-def wanted(true: np.ndarray, begins: Any, take: Any, width: int, of: Any = None) -> np.ndarray:
+def expected_outputs(
+    true: np.ndarray, begins: Any, take: Any, width: int, of: Any = None
+) -> np.ndarray:
     """The same of the truth."""
     order = np.arange(len(begins)) if of is None else np.asarray(of)
     at = np.minimum(np.asarray(begins)[:, None] + np.arange(width), TOKENS - 1)
@@ -114,7 +116,7 @@ _TOKENS = np.random.default_rng(3).normal(size=(61, KV * (GROUP + 2), DIM)).asty
 
 
 @jax.jit
-def mixtures(tokens: Any, cache: Any, lengths: Any = None) -> Any:
+def attention_outputs(tokens: Any, cache: Any, lengths: Any = None) -> Any:
     """A model of nothing but a cache, of any layers: what the tokens int[rows, new] get in each
     layer, [rows, new, channels], and the cache. It compiles in a part of a model's time."""
     numbers = jax.numpy.asarray(_TOKENS)[tokens].swapaxes(1, 2)
@@ -141,7 +143,7 @@ def fill(cache: Any, sizes: Any, text: Any, lengths: Any, true: Any, tolerance: 
     begins = np.zeros(len(lengths), int)
     for width, take in sizes:
         found, cache = step(cache, begins, take, width, text)
-        close(found, wanted(true, begins, take, width), tolerance)
+        close(found, expected_outputs(true, begins, take, width), tolerance)
         begins += take
     kvjax.check(cache)
     assert np.asarray(cache.length).tolist() == begins.tolist() == list(lengths)
@@ -185,7 +187,7 @@ def check_operation(name: str, cache: Any, true: Any, tolerance: float) -> None:
     found, changed = step(changed, begins, take, WIDTH, texts(), operation.rows)
     kvjax.check(changed)
     assert {x.committed for x in jax.tree.leaves(changed)} == {named}, name
-    close(found, wanted(true, begins, take, WIDTH, operation.rows), tolerance)
+    close(found, expected_outputs(true, begins, take, WIDTH, operation.rows), tolerance)
 
 
 def same_arrays(a: Any, b: Any) -> None:

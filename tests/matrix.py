@@ -286,7 +286,7 @@ def choice(every: Sequence[_Cell], kinds: Iterable[tuple[str, str]]) -> list[_Ce
     return covering.covering(every, lambda cell: covering.pairs_of(cell, kinds))
 
 
-def telling(some: Sequence[_Cell]) -> list[_Cell]:
+def smallest_set(some: Sequence[_Cell]) -> list[_Cell]:
     """The fewest of some cells, found greedily, that together have every part that any of them has:
     those that the README's command runs."""
     return choice(some, [(name, name) for name in some[0]._fields])
@@ -298,11 +298,11 @@ def cells(
     among: Sequence[_Cell] = (),
     first: Sequence[_Cell] = (),
 ) -> list[Any]:
-    """Parameters of a law: the covering set and the ``first`` cells, by default the telling ones,
+    """Parameters of a law: the covering set and the ``first`` cells, by default the smallest set,
     which alone are not slow, or what the environment asks for instead. They are chosen ``among``
     some of the cells, where these are given: laws that share what they make."""
     chosen = choice(among or every, kinds)
-    first = first or telling(among or chosen)
+    first = first or smallest_set(among or chosen)
     chosen += [cell for cell in first if cell not in chosen]
     if SHARD:
         number, parts = map(int, SHARD.split("/"))
@@ -317,7 +317,7 @@ def cells(
     ]
 
 
-class Held(NamedTuple):
+class PolicyCase(NamedTuple):
     """A policy of one layer, what its codec does to a number, how close its results come to the
     truth, the window and the sinks that it leaves to be seen, and what its tail does."""
 
@@ -328,19 +328,19 @@ class Held(NamedTuple):
     coded: naive.Coded | None = None
 
 
-def held(codecs: tuple[str, ...], layout: str, placement: str = "device") -> Held:
+def policy_case(codecs: tuple[str, ...], layout: str, placement: str = "device") -> PolicyCase:
     """What the cells' names say; the codecs have 0, 1 and 2 recent blocks in turns."""
     made, sight = LAYOUTS[layout]
     place = PLACEMENTS[placement]
     if codecs[0] in RAW:
         raw, dtype = RAW[codecs[0]], codecs[0]
         policy = kvjax.CachePolicy(made, raw, raw, place, block=BLOCK)
-        return Held(policy, rounded(dtype), 1e-5 if dtype == "float32" else 1e-3, sight)
+        return PolicyCase(policy, rounded(dtype), 1e-5 if dtype == "float32" else 1e-3, sight)
     keys, values = (CODECS[name] for name in codecs)
     recent = [*CODECS].index(codecs[0]) % 3
     policy = kvjax.CachePolicy(made, keys, values, place, block=BLOCK, recent=recent)
     tail = naive.Coded(BLOCK, recent, codes(keys), codes(values), keys.before_rotary)
-    return Held(policy, tolerance=1e-3, sight=sight, coded=tail)
+    return PolicyCase(policy, tolerance=1e-3, sight=sight, coded=tail)
 
 
 def rounded(dtype: str) -> Any:

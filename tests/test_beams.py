@@ -334,7 +334,7 @@ CELLS = {
 def test_rows_go_on_from_others_in_place(name):
     """With any layout, codec and placement, a row equals one that always had that sequence."""
     codecs, layout, placement = CELLS[name]
-    held, common = matrix.held(codecs, layout, placement), 21
+    held, common = matrix.policy_case(codecs, layout, placement), 21
     text = [x.copy() for x in laws.texts()]
     for x in text:
         x[:, :, :common] = x[:1, :, :common]
@@ -357,7 +357,7 @@ def test_rows_go_on_from_others_in_place(name):
     cache = branch(cache, rows.astype(np.int32), since)
     for _ in range(2):
         found, cache = laws.step(cache, begins, [9, 9, 3], 16, text, rows)
-        wanted = laws.wanted(true, begins, [9, 9, 3], 16, rows)
+        wanted = laws.expected_outputs(true, begins, [9, 9, 3], 16, rows)
         laws.close(found, wanted, held.tolerance)
         begins += [9, 9, 3]
         if begins.max() > 50:

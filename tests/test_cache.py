@@ -17,7 +17,7 @@ from kvjax.cache.checks import OVERFLOW, REWOUND_TOO_FAR
 from kvjax.core.rotary import rotary_table
 from kvjax.layouts import Dense, Growing, Ring
 from tests import naive
-from tests.matrix import BLOCK, CODECS, FULL, LAYOUTS, RAW, codes, held, teams, tiny_config
+from tests.matrix import BLOCK, CODECS, FULL, LAYOUTS, RAW, codes, policy_case, teams, tiny_config
 
 CONFIG = tiny_config(num_hidden_layers=2)
 BATCH, KV, DIM, MAX_LEN = 3, 2, 8, 20
@@ -418,14 +418,16 @@ def test_arrays_are_committed_where_a_device_a_mesh_or_a_memory_is_named(layout,
     """Arrays are uncommitted otherwise, as with `jnp.zeros`."""
 
     def committed(**settings):
-        cache = kvjax.init_cache(CONFIG, held(codecs, layout, **place).policy, **sizes, **settings)
+        cache = kvjax.init_cache(
+            CONFIG, policy_case(codecs, layout, **place).policy, **sizes, **settings
+        )
         return {leaf.committed for leaf in jax.tree.leaves(cache)}
 
     sizes, place = {"batch": 2, "max_len": 64}, {}
     assert committed() == {False}
     assert committed(mesh=kvjax.make_mesh(data=2)) == {True}
     with jax.default_device(jax.devices()[1]):
-        cache = kvjax.init_cache(CONFIG, held(codecs, layout).policy, **sizes)
+        cache = kvjax.init_cache(CONFIG, policy_case(codecs, layout).policy, **sizes)
     assert {leaf.committed for leaf in jax.tree.leaves(cache)} == {False}
     assert {x for leaf in jax.tree.leaves(cache) for x in leaf.devices()} == {jax.devices()[1]}
     place = {"placement": "host"}

@@ -41,13 +41,13 @@ def costs() -> dict[str, list[int]]:
 def telling_cells() -> list[int]:
     """Cells that the README's command runs: recompute (three laws), copy, mesh, path."""
     pairs = matrix.CACHE_PAIRS + matrix.OPERATION_PAIRS
-    caches = matrix.telling(matrix.choice(matrix.cache_cells(), pairs))
+    caches = matrix.smallest_set(matrix.choice(matrix.cache_cells(), pairs))
     others = (
         (matrix.copy_cells(), matrix.COPY_PAIRS),
         (matrix.mesh_cells(), matrix.MESH_PAIRS),
         (matrix.path_cells(), matrix.PATH_PAIRS),
     )
-    found = [len(matrix.telling(matrix.choice(every, kinds))) for every, kinds in others]
+    found = [len(matrix.smallest_set(matrix.choice(every, kinds))) for every, kinds in others]
     return [3 * len(caches), *found]
 
 

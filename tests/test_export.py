@@ -12,7 +12,7 @@ import kvjax
 from kvjax.core.pytree import deserialize_static, serialize_static
 from kvjax.layouts import Ring
 from tests import laws
-from tests.matrix import CODECS, LAYOUTS, RAW, held, tiny_model
+from tests.matrix import CODECS, LAYOUTS, RAW, policy_case, tiny_model
 
 NEW = np.array([16, 9, 3], np.int32)
 MODEL, PARAMS = tiny_model()
@@ -24,7 +24,7 @@ def kept(function, *args):
 
 
 def cell(codec, layout, place="device"):
-    cache = laws.empty(held((codec, codec), layout, place), 64)
+    cache = laws.empty(policy_case((codec, codec), layout, place), 64)
     return cache, *(np.asarray(x[:, :, :16]) for x in laws.texts()), NEW
 
 

@@ -281,7 +281,7 @@ def test_a_long_text_far_out_has_the_logits_of_the_same_text_at_the_beginning():
         at = jnp.full(1, start, jnp.int32)
         cache = dataclasses.replace(cache, length=at, written=jnp.full((1, 2), start, jnp.int32))
         for token in tokens.T:
-            found, cache = laws.mixtures(token[:, None], cache)
+            found, cache = laws.attention_outputs(token[:, None], cache)
             logits.append(np.asarray(found)[0, 0])
     near, far = np.array(logits[:40]), np.array(logits[40:])
     # The first tokens' windows reach before the beginning, where the far text holds nothing real.

@@ -79,7 +79,7 @@ def test_the_pairs_are_those_of_all_parts():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_telling_cells_are_few_and_have_every_part(family):
     every = FAMILIES[family][0]()
-    found = matrix.telling(chosen(family))
+    found = matrix.smallest_set(chosen(family))
     assert {*found} <= {*chosen(family)} and len(found) == len({*found}) <= 14
     alone = [(name, name) for name in every[0]._fields]
 
@@ -127,6 +127,6 @@ def test_the_environment_chooses_cells(monkeypatch):
         for param in matrix.cells(every, kinds)
         if "slow" not in {mark.name for mark in param.marks}
     ]
-    assert {*quick} == {*matrix.telling(chosen("copy"))}
+    assert {*quick} == {*matrix.smallest_set(chosen("copy"))}
     taken = chosen("copy")
     assert of(SHARD="3/20") == of(SHARD="3/20", FULL=True) == share(every, taken, 3, 20)

@@ -12,7 +12,7 @@ import kvjax
 from kvjax.codecs import Raw
 from kvjax.layouts import Dense, Ring
 from tests import laws
-from tests.matrix import BLOCK, CODECS, HEADS, MESH_PAIRS, cells, held, mesh_cells, some
+from tests.matrix import BLOCK, CODECS, HEADS, MESH_PAIRS, cells, mesh_cells, policy_case, some
 from tests.meshes import MAX_LEN, ROWS, SHAPES, close, mesh, model_of
 
 LENGTHS = (0, 1, 5, 9, 16, 17, 23, 24)
@@ -25,7 +25,7 @@ CHUNK = 8
 @functools.cache
 def alone(codecs, layout, heads):
     """The cache of one device, filled."""
-    cache = laws.empty(held(codecs, layout), MAX_LEN, ROWS, HEADS[heads])
+    cache = laws.empty(policy_case(codecs, layout), MAX_LEN, ROWS, HEADS[heads])
     return run(cache, heads)[1]
 
 
@@ -47,14 +47,14 @@ def test_a_cache_on_a_mesh_is_its_text(cell):
 
 def check(cell):
     """The law of a cell: the mixtures of plain numpy, the arrays of one device, where they were."""
-    one, kv = held(cell.codecs, cell.layout, cell.placement), HEADS[cell.heads]
+    one, kv = policy_case(cell.codecs, cell.layout, cell.placement), HEADS[cell.heads]
     cache = laws.empty(one, MAX_LEN, ROWS, kv, mesh=mesh(cell.mesh))
     shardings = [leaf.sharding for leaf in jax.tree.leaves(cache)]
     found, cache = run(cache, cell.heads)
     assert [leaf.sharding for leaf in jax.tree.leaves(cache)] == shardings
-    true = laws.truth(cell.codecs, cell.layout, ROWS, 8, kv)
+    true = laws.reference_outputs(cell.codecs, cell.layout, ROWS, 8, kv)
     for mixed, begins, take in found:
-        laws.close(mixed, laws.wanted(true, begins, take, CHUNK), one.tolerance)
+        laws.close(mixed, laws.expected_outputs(true, begins, take, CHUNK), one.tolerance)
     other = alone(cell.codecs, cell.layout, cell.heads)
     assert np.array_equal(cache.length, other.length)
     if one.coded is not None:  # raw bodies have a tail in one place, and none in another

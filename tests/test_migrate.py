@@ -20,7 +20,7 @@ from tests.alive import alive
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config, tiny_model
 
 MODEL, _ = tiny_model()
-APPLY = laws.mixtures
+APPLY = laws.attention_outputs
 TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (2, 60)).astype(np.int32)
 
 

@@ -34,7 +34,7 @@ def stepping(model):
 
 def feed(model, params, cache, start, stop, *, rows=1, size=20):
     """Append tokens in chunks; return the last logits and the cache."""
-    step = laws.mixtures if params is None else functools.partial(stepping(model), params)
+    step = laws.attention_outputs if params is None else functools.partial(stepping(model), params)
     logits = None
     while start < stop:
         logits, cache = step(TOKENS[:rows, start : min(start + size, stop)], cache)

@@ -299,7 +299,11 @@ def test_a_row_that_finds_no_pages_takes_nothing_and_the_others_go_on():
     assert np.asarray(after.status).tolist() == [0, OUT_OF_PAGES, 0]
     with pytest.raises(CacheOverflowError, match=r"no pages left for row\(s\) 1:"):
         kvjax.check(after)
-    laws.close(mixed[0], laws.wanted(laws.truth(("float32",), "dense"), [32], [16], 16)[0], 1e-5)
+    laws.close(
+        mixed[0],
+        laws.expected_outputs(laws.reference_outputs(("float32",), "dense"), [32], [16], 16)[0],
+        1e-5,
+    )
     again = kvjax.clear_status(kvjax.reset(after, np.array([True, False, False])))
     assert int(again.pools[0].left[0]) == 3
     _, again = laws.step(again, np.array([0, 16, 16]), np.array([0, 16, 2]), 16, TEXT)

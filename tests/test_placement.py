@@ -25,7 +25,7 @@ from tests.matrix import BLOCK, CODECS, tiny_config, tiny_model
 from tests.test_copies import PROGRAMS
 
 MODEL, PARAMS = tiny_model()
-APPLY = laws.mixtures
+APPLY = laws.attention_outputs
 TEXT = np.random.default_rng(0).integers(0, MODEL.config.vocab_size, (2, 60)).astype(np.int32)
 CUTS = (0, 16, 32, 33, 34, 50, 51)
 

@@ -26,13 +26,13 @@ from tests.matrix import (
     PLACEMENTS,
     RAW,
     SHARD,
-    Held,
+    PolicyCase,
     cache_cells,
     cells,
     choice,
     codes,
-    held,
-    telling,
+    policy_case,
+    smallest_set,
     tiny_model,
 )
 
@@ -40,8 +40,8 @@ from tests.matrix import (
 @functools.cache
 def filled(codecs, layout, placement, max_len, stacked):
     """A cell's policy, the truth, its empty cache, and that filled in full calls."""
-    one = held(codecs, layout, placement)
-    true = laws.truth(codecs, layout)
+    one = policy_case(codecs, layout, placement)
+    true = laws.reference_outputs(codecs, layout)
     chunks = laws.in_chunks(LENGTHS, WIDTH)
     cache = laws.empty(one, max_len, stacked=stacked)
     return one, true, cache, laws.fill(cache, chunks, texts(), LENGTHS, true, one.tolerance)
@@ -92,7 +92,7 @@ def away():
     The README's command runs those that the other laws make."""
     found, among, first = (
         [cell for cell in some if cell.placement not in ("device", "host")[: 1 + is_raw(cell)]]
-        for some in (cache_cells(), AMONG, telling(AMONG))
+        for some in (cache_cells(), AMONG, smallest_set(AMONG))
     )
     kinds = [(name, name) for name in ("codecs", "layout", "placement")]
     return cells(found, kinds, among, first)
@@ -143,14 +143,14 @@ def coded(keys, values):
 
 
 MODELS = {
-    "dense": (kvjax.policy("static"), [Held(None)] * 2),
-    "hybrid": (kvjax.policy("hybrid", slack=5), [Held(None), Held(None, sight=(9, 0))]),
+    "dense": (kvjax.policy("static"), [PolicyCase(None)] * 2),
+    "hybrid": (kvjax.policy("hybrid", slack=5), [PolicyCase(None), PolicyCase(None, sight=(9, 0))]),
     "ring-without-slack": (
-        kvjax.policy("sliding_window", window=5, slack=0), [Held(None, sight=(5, 0))] * 2,
+        kvjax.policy("sliding_window", window=5, slack=0), [PolicyCase(None, sight=(5, 0))] * 2,
     ),
     "listed": (
         [kvjax.CachePolicy(Ring(6, sinks=2)), kvjax.CachePolicy(Dense())],
-        [Held(None, sight=(6, 2)), Held(None)],
+        [PolicyCase(None, sight=(6, 2)), PolicyCase(None)],
     ),
     "hybrid-raw-and-int4": (
         kvjax.policies.Hybrid(
@@ -158,8 +158,8 @@ MODELS = {
             kvjax.CachePolicy(Ring(slack=15), *BOTH[1], block=BLOCK),
         ),
         [
-            Held(None, tolerance=1e-3, coded=coded(*BOTH[0])),
-            Held(None, tolerance=1e-3, sight=(9, 0), coded=coded(*BOTH[1])),
+            PolicyCase(None, tolerance=1e-3, coded=coded(*BOTH[0])),
+            PolicyCase(None, tolerance=1e-3, sight=(9, 0), coded=coded(*BOTH[1])),
         ],
     ),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from kvjax.generation.drafts.acceptance import Acceptance, draft_cost
 from kvjax.layouts import Dense
 from kvjax.models import first_layers
 from tests.copies import assert_no_copy
-from tests.matrix import PATH_PAIRS, choice, held, path_cells, some
+from tests.matrix import PATH_PAIRS, choice, path_cells, policy_case, some
 from tests.test_prefixes import small
 
 KINDS = {"greedy": {}, "drawn": {"temperature": 0.8, "top_p": 0.9}}
@@ -71,7 +71,9 @@ CELLS = {cell.id: cell for cell in choice(path_cells(), PATH_PAIRS)}
 @pytest.mark.parametrize("cell", some(CELLS, "ring-int1-int8-head"))
 def test_the_text_is_what_it_is_without_them(cell, kind):
     cell, drawn, lm = CELLS[cell], KINDS[kind], small()
-    policy = held(cell.codecs, cell.layout, "host" if "int2" in cell.codecs else "device").policy
+    policy = policy_case(
+        cell.codecs, cell.layout, "host" if "int2" in cell.codecs else "device"
+    ).policy
     given = {
         "max_new_tokens": NEW, "cache": policy, "max_len": 128, "prefill_chunk": 8, "seed": 5,
         "logprobs": 2, **drawn,

@@ -19,7 +19,7 @@ CONFIG = tiny_config(windows=(None, None))
 BATCH, KV, DIM, MAX_LEN = 2, 2, 8, 80
 TEXT = np.random.default_rng(0).integers(0, 61, (BATCH, MAX_LEN))
 INT4 = kvjax.CachePolicy(Dense(), CODECS["int4"], CODECS["int2"], block=BLOCK)
-APPLY = laws.mixtures
+APPLY = laws.attention_outputs
 CONVERT = jax.jit(kvjax.convert, static_argnums=1)
 READ = jax.jit(kvjax.read, static_argnums=1)
 

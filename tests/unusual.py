@@ -207,7 +207,7 @@ FORMS = st.one_of(
 
 
 @dataclass(frozen=True)
-class Asked:
+class RequestCase:
     """A request that is legal."""
 
     prompt: str
@@ -225,7 +225,9 @@ def sized(parts: int) -> st.SearchStrategy[str]:
 
 
 @st.composite
-def requests(draw: Any, families: Sequence[str] = tuple(FAMILIES), forms: Any = MAYBE) -> Asked:
+def requests(
+    draw: Any, families: Sequence[str] = tuple(FAMILIES), forms: Any = MAYBE
+) -> RequestCase:
     """Legal requests."""
     family = FAMILIES[draw(st.sampled_from(families))]
     settings = {name: draw(values) for name, values in family.items()}
@@ -236,11 +238,11 @@ def requests(draw: Any, families: Sequence[str] = tuple(FAMILIES), forms: Any = 
         settings.pop("min_new_tokens", None)
     stop = draw(st.lists(texts(2, 1), max_size=3))
     prompt = draw(st.sampled_from([*range(5, 0, -1), 0, *range(1, 6)]).flatmap(sized))
-    return Asked(prompt, settings, tuple(stop), form)
+    return RequestCase(prompt, settings, tuple(stop), form)
 
 
 @dataclass
-class Told:
+class Outcome:
     """An answer, or why there is none."""
 
     text: str = ""
@@ -268,9 +270,9 @@ def one_sentence(message: str) -> str:
     return message
 
 
-def of_result(found: Any) -> Told:
+def of_result(found: Any) -> Outcome:
     scores = None if found.logprobs is None else found.logprobs[0]
-    return Told(found.text[0], found.tokens[0], found.stats.finish_reasons[0], scores)
+    return Outcome(found.text[0], found.tokens[0], found.stats.finish_reasons[0], scores)
 
 
 class World:
@@ -303,27 +305,27 @@ class World:
     def _wait(self, work: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(120)
 
-    def _settings(self, asked: Asked) -> dict[str, Any]:
+    def _settings(self, asked: RequestCase) -> dict[str, Any]:
         settings = {**asked.settings, "stop": asked.stop}
         if asked.form is not None:
             settings["guide"] = getattr(self.guides, asked.form.way)(asked.form.given)
         return settings
 
-    def generate(self, asked: Asked, prompt: Any = None) -> Told:
+    def generate(self, asked: RequestCase, prompt: Any = None) -> Outcome:
         try:
             entry = asked.prompt if prompt is None else prompt
             found = kvjax.generate(self.lm, [entry], **SHAPES, **self._settings(asked))
         except Exception as error:
-            return Told(refused=refusal(error))
+            return Outcome(refused=refusal(error))
         for guide in found.guides or ():
             assert guide.error is None, guide.error
         return of_result(found)
 
-    def stream(self, asked: Asked) -> Told:
+    def stream(self, asked: RequestCase) -> Outcome:
         try:
             running = kvjax.stream(self.lm, [asked.prompt], **SHAPES, **self._settings(asked))
         except Exception as error:
-            return Told(refused=refusal(error))
+            return Outcome(refused=refusal(error))
         pieces = list(running)
         told = of_result(running.result)
         assert "".join(piece.text[0] for piece in pieces) == told.text
@@ -332,17 +334,17 @@ class World:
             assert [x for piece in pieces for x in piece.logprobs[0]] == told.logprobs
         return told
 
-    def submit(self, asked: Asked) -> Told:
+    def submit(self, asked: RequestCase) -> Outcome:
         try:
             handle = self.engine.submit(asked.prompt, **self._settings(asked))
         except Exception as error:
-            return Told(refused=refusal(error))
+            return Outcome(refused=refusal(error))
         text = ""
         while self.engine.step():
             text += handle.take().text
         assert text + handle.take().text == handle.text
         assert handle.error is None and sum(self.engine.stats().used_pages) == 0
-        return Told(handle.text, list(handle.tokens), str(handle.finish_reason), handle.logprobs)
+        return Outcome(handle.text, list(handle.tokens), str(handle.finish_reason), handle.logprobs)
 
     def post(self, path: str, body: Any) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -350,7 +352,7 @@ class World:
         assert found.status_code < 500, (found.status_code, found.text)
         return found
 
-    def http(self, asked: Asked, stream: bool, chat: bool = False) -> Told:
+    def http(self, asked: RequestCase, stream: bool, chat: bool = False) -> Outcome:
         """By a server."""
         body = {name: plain(value) for name, value in asked.settings.items()}
         body["max_tokens"] = body.pop("max_new_tokens")
@@ -369,7 +371,7 @@ class World:
         else:
             found = self.post("completions", body | {"prompt": asked.prompt})
         if found.status_code != 200:
-            return Told(refused=refused_by_http(found), more={"status": found.status_code})
+            return Outcome(refused=refused_by_http(found), more={"status": found.status_code})
         parts = events(found.text) if stream else [found.json()]
         choices = [choice for part in parts for choice in part["choices"]]
         return of_choices(choices, chat)
@@ -392,7 +394,7 @@ class World:
         assert code in (0, 2, 3), (code, arguments)
         return code, out.read(), err.read()
 
-    def command(self, asked: Asked, as_json: bool) -> Told | None:
+    def command(self, asked: RequestCase, as_json: bool) -> Outcome | None:
         """By ``kvjax generate``; None for what no command line can say."""
         settings = {name: plain(value) for name, value in asked.settings.items()}
         settings.pop("logprobs", None)
@@ -411,12 +413,12 @@ class World:
         words += ["--max-len", str(LONGEST)] + ["--json"] * as_json
         code, out, err = self.run("generate", *words)
         if code:
-            return Told(refused=refused_by_command(code, out, err))
+            return Outcome(refused=refused_by_command(code, out, err))
         if not as_json:
             assert out.endswith("\n")
-            return Told(out[:-1])
+            return Outcome(out[:-1])
         found = json.loads(out)
-        return Told(found["text"], found["tokens"], found["stats"]["finish_reasons"][0])
+        return Outcome(found["text"], found["tokens"], found["stats"]["finish_reasons"][0])
 
 
 class _Words(io.TextIOWrapper):
@@ -450,11 +452,11 @@ def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
-def of_choices(choices: Sequence[Any], chat: bool) -> Told:
+def of_choices(choices: Sequence[Any], chat: bool) -> Outcome:
     """An answer from its pieces, or from the one that is whole."""
     inner = [each.get("delta", each.get("message")) if chat else each for each in choices]
     text = "".join(each.get("content" if chat else "text") or "" for each in inner)
-    told = Told(text, None, choices[-1]["finish_reason"])
+    told = Outcome(text, None, choices[-1]["finish_reason"])
     scored = [each["logprobs"] for each in choices if each["logprobs"]]
     if scored and not chat:
         keys = "tokens", "token_logprobs", "top_logprobs", "text_offset"
@@ -466,7 +468,7 @@ def of_choices(choices: Sequence[Any], chat: bool) -> Told:
     return told
 
 
-def judge_offsets(told: Told) -> None:
+def judge_offsets(told: Outcome) -> None:
     """They point to where in the text each token is."""
     starts, names = told.more["text_offset"], told.more["tokens"]
     assert len({*map(len, told.more.values())}) == 1
@@ -487,11 +489,11 @@ def write_pieces(folder: Path) -> None:
     config.write_text(json.dumps(words), "utf-8")
 
 
-def messages(asked: Asked) -> list[dict[str, str]]:
+def messages(asked: RequestCase) -> list[dict[str, str]]:
     return [{"role": "system", "content": "x"}, {"role": "user", "content": asked.prompt}]
 
 
-def judge(world: World, asked: Asked, place: tuple[int, int] | None = None) -> None:
+def judge(world: World, asked: RequestCase, place: tuple[int, int] | None = None) -> None:
     """What must hold of a request by every interface; ``place``: where in the text that it gives a
     stop string of so many characters is taken from."""
     if place is not None and (text := world.generate(replace(asked, stop=())).text):
@@ -538,7 +540,7 @@ def near(one: Any, other: Any) -> None:
     assert np.allclose(mine, its, rtol=1e-3, atol=1e-3), both
 
 
-def judge_alone(world: World, asked: Asked, told: Told) -> None:
+def judge_alone(world: World, asked: RequestCase, told: Outcome) -> None:
     """What a text and its tokens must be."""
     limit = int(asked.settings["max_new_tokens"])
     least = int(asked.settings.get("min_new_tokens", 0))
@@ -563,7 +565,7 @@ def judge_alone(world: World, asked: Asked, told: Told) -> None:
         asked.form.judge(free.text, free.finish_reason == "eos")
 
 
-def shown(world: World, asked: Asked, free: Told, least: int) -> int:
+def shown(world: World, asked: RequestCase, free: Outcome, least: int) -> int:
     """Characters of a text that its first ``least`` tokens have."""
     if len(free.tokens or []) <= least:
         return len(free.text)
@@ -581,7 +583,7 @@ def cut(text: str, stops: Sequence[str], least: int) -> int | None:
     return min(found)[1] if found else None
 
 
-def judge_chat(world: World, asked: Asked) -> None:
+def judge_chat(world: World, asked: RequestCase) -> None:
     """A chat over HTTP is ``generate`` with the template's tokens."""
     try:
         prompt = world.lm.chat(messages(asked))
@@ -600,7 +602,7 @@ def judge_chat(world: World, asked: Asked) -> None:
             )
 
 
-def judge_batch(world: World, some: Sequence[Asked]) -> None:
+def judge_batch(world: World, some: Sequence[RequestCase]) -> None:
     """Lines of ``kvjax batch`` are ``generate`` with each one's settings."""
     with tempfile.TemporaryDirectory() as folder:
         lines, out = Path(folder) / "lines", Path(folder) / "out"
@@ -718,7 +720,7 @@ def judge_wrong_setting(world: World, name: str, value: Any, engine: bool) -> No
 def judge_wrong_body(world: World, path: str, name: str, value: Any) -> None:
     """A value of one field is taken, or refused with OpenAI's error."""
     body: dict[str, Any] = {"max_tokens": 2, "temperature": 0}
-    body |= {"messages": messages(Asked("a", {}))} if "chat" in path else {"prompt": "ab"}
+    body |= {"messages": messages(RequestCase("a", {}))} if "chat" in path else {"prompt": "ab"}
     found = world.post(path, body | {name: value})
     if found.status_code != 200:
         refused_by_http(found)
