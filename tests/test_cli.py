@@ -156,7 +156,7 @@ def test_grammars(run, tiny_llama_dir, tmp_path):
         (("--grammar", tmp_path / "none"), "no such file"),
         (("--json-schema", "point"), "no such file: 'point'"),
         (("--json-schema", "{"), "the schema can't be used"),
-        (("--choice", ""), "choices must be one or more texts"),
+        (("--choice", ""), "choices must be one or more strings"),
         (("--regex", "a", "--min-new-tokens", 1), "min_new_tokens is 1, but a guide"),
     ):  # fmt: skip
         assert_one_line_error(run(*model, *words), message)
@@ -497,7 +497,7 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--device", "v5e", "--cache", "auto"): "give one of the policies that it chooses from",
         ("--device", "v5e", "--mesh", "auto"): "--mesh auto depends on local devices",
         ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: did you mean --max-len?",
-        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: give two policies",
+        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: give one policy at a time",
         ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: give",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction need --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is not a size",
