@@ -497,7 +497,12 @@ def test_plan(run, tiny_llama_dir, tmp_path):
         ("--device", "v5e", "--cache", "auto"): "give one of the policies that it chooses from",
         ("--device", "v5e", "--mesh", "auto"): "--mesh auto depends on local devices",
         ("--shape", "gpt2", "--tokens", 9): "No such option: --tokens: did you mean --max-len?",
-        ("--shape", "gpt2", "--cache", "bits=8,bits=4"): "has bits twice: give one policy at a time",
+        (
+            "--shape",
+            "gpt2",
+            "--cache",
+            "bits=8,bits=4",
+        ): "has bits twice: give one policy at a time",
         ("--shape", "gpt2", "--cache", "static,hybrid"): "has two names, static and hybrid: give",
         ("--shape", "gpt2", "--devices", 2): "--devices and --memory-fraction need --memory",
         ("--shape", "gpt2", "--memory", "lots"): "'lots' is not a size",

@@ -269,7 +269,8 @@ def trigram_losses(
 def _interpolate(
     units: np.ndarray, counts: np.ndarray, queries: np.ndarray, vocab_size: int, lower: np.ndarray
 ) -> np.ndarray:
-    """Probabilities of the ``queries`` n-grams, interpolated with ``lower``, those of shorter n-grams."""
+    """Probabilities of the ``queries`` n-grams, interpolated with ``lower``, the probabilities of
+    shorter n-grams."""
     n1, n2, n3, n4 = (max(1, int((counts == n).sum())) for n in (1, 2, 3, 4))
     share = n1 / (n1 + 2 * n2)
     discounts = np.array(
