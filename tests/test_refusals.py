@@ -153,16 +153,16 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "got array(1.5)",
         "rewind other rows": "ValueError: tokens must be an integer or int32[batch=2], "
         "got shape [3]",
-        "max_len": "ArgumentError: max_len must be an integer >= 1, got 16.0",
+        "max_len": "ValueError: max_len must be an integer >= 1, got 16.0",
         "no dtype": "ValueError: the config has no dtype: name one, such as "
         'policy("static", dtype="float32")',
         "another model's": "ValueError: layer 0 of the cache has kv_heads=2, head_dim=8, but "
         "the model has 2 and 16: make the cache with init_cache(lm.config, ...)",
-        "temperature": "ArgumentError: temperature must be a finite number, at least 0, got None",
-        "top_p": "ArgumentError: top_p must be above 0 and at most 1, got '0.5'",
+        "temperature": "ValueError: temperature must be a finite number, at least 0, got None",
+        "top_p": "ValueError: top_p must be above 0 and at most 1, got '0.5'",
         "no stop is fine": "accepted",
-        "advance back": "ArgumentError: new must be an integer >= 0, got -3",
-        "advance by a part": "ArgumentError: new must be an integer >= 0, got 2.7",
+        "advance back": "ValueError: new must be an integer >= 0, got -3",
+        "advance by a part": "ValueError: new must be an integer >= 0, got 2.7",
         "advance what was not appended": "ValueError: nothing to advance: no tokens were "
         "appended since the last advance",
         "advance by more": "ValueError: advance by 2, but 1 token(s) a row were appended",
@@ -199,11 +199,11 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "dtype=object)",
         "select a name": "ValueError: rows must be a list of integers, got array('a', dtype='<U1')",
         "concatenate one": "ValueError: caches must be a list of caches, got a KVCache",
-        "a window of 8.0": "ArgumentError: window must be an integer >= 1, got 8.0",
-        "a window in words": "ArgumentError: window must be an integer >= 1, got '8'",
-        "a true window": "ArgumentError: window must be an integer >= 1, got True",
-        "slots in parts": "ArgumentError: max_len must be an integer >= 1, got 8.0",
-        "growing down": "ArgumentError: grows_to must be an integer >= 8, got 4",
+        "a window of 8.0": "ValueError: window must be an integer >= 1, got 8.0",
+        "a window in words": "ValueError: window must be an integer >= 1, got '8'",
+        "a true window": "ValueError: window must be an integer >= 1, got True",
+        "slots in parts": "ValueError: max_len must be an integer >= 1, got 8.0",
+        "growing down": "ValueError: grows_to must be an integer >= 8, got 4",
         "a layout alone": "ValueError: a policy, its name or a list of policies is needed, not "
         "a Ring; make a layout into a policy with CachePolicy(layout)",
         "layouts in a list": "ValueError: the policy of layer 0 must be a CachePolicy, not a Ring",
@@ -216,7 +216,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "object, such as Raw(dtype=None, as_bits=False)",
         "no policy": "ValueError: a policy, its name or a list of policies is needed, not a "
         "NoneType; make a layout into a policy with CachePolicy(layout)",
-        "a window in parts": "ArgumentError: window must be an integer >= 1, got 2.5",
+        "a window in parts": "ValueError: window must be an integer >= 1, got 2.5",
         "other rows": "ValueError: queries [batch, heads, new, head_dim] [3, 4, 1, 16] do not "
         "fit keys with batch=2, kv_heads=2, head_dim=16",
         "no queries": "ValueError: queries [batch, heads, new, head_dim] [2, 4, 0, 16] do not "
@@ -224,7 +224,7 @@ def test_wrong_calls_end_in_a_sentence(tiny_llama_dir):
         "three axes": "ValueError: queries [batch, heads, new, head_dim] [4, 1, 16] do not fit "
         "keys with batch=2, kv_heads=2, head_dim=16",
         "lists": "ValueError: keys must be an array, got a list",
-        "layer 1.0": "ArgumentError: layer must be an integer >= 0, got 1.0",
+        "layer 1.0": "ValueError: layer must be an integer >= 0, got 1.0",
         "last_only traced": "ValueError: last_only must be static: use jax.jit(..., "
         'static_argnames="last_only")',
         "a fixed policy that is too small": "ValueError: prompt and max_new_tokens need 11 "
