@@ -119,7 +119,7 @@ class LayerContext(NamedTuple):
         Args:
           layer: the layer's number.
           queries, keys, values: [batch, heads or kv_heads, new, head_dim], not rotated. Keys and
-            values are None if the layer attends to those of an earlier layer.
+            values are None if the layer attends to the keys and values of an earlier layer.
           options: ``scale``, ``window``, ``soft_cap`` and other options of ``kvjax.self_attend``.
 
         Returns:

@@ -36,7 +36,7 @@ def attend(
         ``key_proj``, ``value_proj`` and ``output_proj``, which map the features of a token. There
         may be fewer key-value heads than query heads.
       x: the module's input.
-      call: of ``kvjax.step``.
+      call: the call of ``kvjax.step``.
       layer: index of the layer.
       rotary: the table to rotate queries and keys with, or None.
       sight: ``window`` and the other options of ``kvjax.attend``. ``scale`` is by default

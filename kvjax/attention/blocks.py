@@ -168,7 +168,7 @@ def _fits(section: Section, rows: Array) -> bool:
 
 
 def _is_mostly_visible(section: Section, mask: Mask) -> bool:
-    """Whether queries may see most of a section. Otherwise it pays to skip blocks."""
+    """Whether queries may see most of a section. Otherwise it is faster to skip blocks."""
     size = section.size
     return min(mask.window or size, mask.chunk or size) >= MIN_FILLED * size
 

@@ -22,7 +22,7 @@ from kvjax.core.validation import ArgumentError, as_int
 class Step:
     """One call of a model in progress. Create it with ``step``.
 
-    ``cache``: the cache, with the tokens that layers have appended so far; None without a cache.
+    ``cache``: the cache, with the tokens that earlier layers have appended; None without a cache.
     ``new``: tokens per row.
 
     Example:

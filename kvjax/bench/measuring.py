@@ -74,12 +74,12 @@ class Cell:
       batch, prompt, policy, steps: rows, prompt tokens, name of the policy, and steps per run.
       ms: median milliseconds of a step, for all rows.
       ms_per_run: milliseconds of a step in each run.
-      tokens_per_second: of all rows.
+      tokens_per_second: tokens of all rows per second.
       weight_bytes, cache_bytes: bytes that a step must read.
       bandwidth: these bytes per second.
       bandwidth_fraction: ``bandwidth`` relative to the device's read bandwidth.
       split: the parts of a step.
-      prefill_ms, prefill_tokens_per_second: of all rows' prompts; None if not measured.
+      prefill_ms, prefill_tokens_per_second: for the prompts of all rows; None if not measured.
       capacity: tokens per row of the cache.
       allocated: bytes of the cache, by place.
       compile_seconds, compilations: seconds and number of compilations in the first repeat.

@@ -35,7 +35,7 @@ class Tail:
 @pytree_dataclass
 class Strip:
     """What the queries of a call of more than one block see raw, between ``append`` and
-    ``advance``: the tail as it was before the call, and the keys and values of the call, stored as
+    ``advance``: the tail before the call, and the keys and values of the call, stored as
     in the tail."""
 
     tail: Tail

@@ -152,7 +152,7 @@ def _token_id(text: str) -> int:
 
 
 class _Result(NamedTuple):
-    """What matters of an existing result: its line, its key, and whether it is an error."""
+    """The line and the key of an existing result, and whether it is an error."""
 
     line: int
     key: int

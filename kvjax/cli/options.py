@@ -188,7 +188,7 @@ def _sampling_option(name: str) -> inspect.Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """What drafts tokens."""
+    """The options that choose what drafts tokens."""
 
     draft: Annotated[
         str | None,

@@ -1,7 +1,7 @@
 """The pages of an engine: how many each pool has, and which request has which.
 
-A request is admitted with pages, shares those of its cached prefix, and when it is preempted, its
-pages are swapped to the host.
+A request is admitted with pages, shares the pages of its cached prefix, and when it is preempted,
+its pages are swapped to the host.
 """
 
 from collections.abc import Iterator, Sequence

@@ -95,8 +95,8 @@ class Request:
       prompt_logprobs: the same for each prompt token.
       tenant: requests share prefixes only within a tenant.
       priority: lower numbers are scheduled first.
-      deadline: seconds after submission, when the request ends with its tokens so far; None for
-        never.
+      deadline: seconds after submission, when the request ends with the tokens that it has; None
+        for never.
       needs_history: whether sampling, or a draft model, needs the row's tokens on the device.
       guide: constrains which tokens may come next; None allows all.
       draft_plan: how tokens are drafted; None for no drafts.

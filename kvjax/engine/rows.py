@@ -55,7 +55,7 @@ class RunningSequence:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens of its prompt."""
+        """The tokens of the request's prompt."""
         return self.handle.request.tokens
 
     @property

@@ -1,6 +1,6 @@
 """Speculative decoding in an engine: proposals of a draft model, and their verification.
 
-The method is that of ``kvjax.generation.drafts.speculative``.
+The method is the same as in ``kvjax.generation.drafts.speculative``.
 """
 
 import functools
@@ -79,7 +79,7 @@ def propose(
     """Read the tokens that the draft model's cache lacks, and propose the next ones.
 
     Args:
-      engine_state: of the draft model's rows.
+      engine_state: the state of the draft model's rows.
       history: tokens of all rows of the engine.
 
     Returns:
@@ -161,7 +161,7 @@ class DraftModelRunner:
         history: TokenHistory,
     ) -> VerifyInputs:
         """``verify`` with proposed tokens; ``drafting``: (place in ``verify``, sequence, number of
-        tokens); ``history``: of all rows."""
+        tokens); ``history``: the token history of all rows."""
         count, lengths, sampled = np.zeros((3, len(verify.rows)), np.int32)
         for place, seq, tokens in drafting:
             self._catch_up(seq, tokens)

@@ -313,7 +313,7 @@ class LanguageModel:
         """Check that token ids are in the model's vocabulary.
 
         Raises:
-          ValueError: with the first id that is not, and the vocabulary's size.
+          ValueError: if an id is not; the message names it, and the vocabulary's size.
         """
         for i in ids:
             if not 0 <= i < self.config.vocab_size:

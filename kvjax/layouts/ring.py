@@ -193,7 +193,8 @@ class Ring(Layout):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """As if up to ``slack`` of the oldest slots had been overwritten and then rewound."""
+        """The result is the same as if up to ``slack`` of the oldest slots had been overwritten and
+        then rewound."""
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)

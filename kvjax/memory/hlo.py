@@ -314,7 +314,7 @@ class Collective:
 def collectives(text: str, devices: int = 1) -> list[Collective]:
     """The collectives of a compiled program, each counted once, however often it runs.
 
-    ``devices``: of the mesh; all of them form a group if the text does not list groups.
+    ``devices``: devices of the mesh; all of them form a group if the text does not list groups.
     """
     return [
         Collective(instruction.kind, instruction.nbytes, _group_size(instruction, devices))

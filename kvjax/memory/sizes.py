@@ -219,7 +219,8 @@ class Plannable(Protocol):
 
 
 def as_plannable(model: object) -> Plannable:
-    """The architecture of a loaded model; an architecture or a ``ModelShape`` is returned as it is.
+    """The architecture of a loaded model; an architecture or a ``ModelShape`` is returned
+    unchanged.
 
     Raises:
       ValueError: if ``model`` is none of these, or has an encoder.

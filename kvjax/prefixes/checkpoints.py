@@ -134,7 +134,7 @@ def restore_checkpoints(
     """Make a cache whose rows start from checkpoints.
 
     Args:
-      cache: of shapes; its pages stay shapes.
+      cache: the cache as shapes; its pages stay shapes.
       states: for each row the arrays of its checkpoint, or None for an empty row.
 
     Returns:

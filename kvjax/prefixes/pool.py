@@ -109,7 +109,7 @@ class HostAllocator:
         return PageAllocator(table, self.refs.copy(), stack, left)  # type: ignore[arg-type]
 
     def update_from(self, allocator: PageAllocator) -> None:
-        """Take over the counts that such a cache ended with, as NumPy arrays."""
+        """Take the reference counts and the free pages of an allocator, as NumPy arrays."""
         self.refs = np.array(allocator.refs)
         self.free = np.asarray(allocator.stack)[: int(allocator.left[0])].tolist()
 
@@ -117,7 +117,7 @@ class HostAllocator:
 class PagePool:
     """The arrays of all pages, and a ``HostAllocator`` for each cache group.
 
-    ``layers``: of a cache, with arrays or with shapes; only its pages are kept.
+    ``layers``: the layers of a cache, as arrays or shapes; only its pages are kept.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], layers: Sequence[LayerCache]) -> None:

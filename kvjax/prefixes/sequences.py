@@ -146,7 +146,7 @@ class CachedSequences:
 
 @dataclass
 class PrefixMatch:
-    """What is cached of one prompt.
+    """The cached prefix of one prompt.
 
     ``tokens``: the prompt; ``path``: nodes of the prefix that can be resumed; ``hit``: its tokens;
     ``matched``: tokens that the prompt shares with any cached sequence; ``checkpoint_positions``:
@@ -188,8 +188,8 @@ def match_prompts(
 
 
 def _match(sequences: CachedSequences, namespace: Namespace, tokens: list[int]) -> PrefixMatch:
-    """The longest prefix that can be resumed. The last token is never matched: its logits are
-    needed."""
+    """The longest prefix that can be resumed. The last token is never matched, because its logits
+    must be computed."""
     node_tokens = sequences.pool_config.node_tokens
     path = sequences.radix.match(namespace, tokens[: len(tokens) - 1])
     sequences.radix.touch(path)

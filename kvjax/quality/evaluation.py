@@ -46,7 +46,7 @@ class PredictionMetrics:
 
     Attributes:
       tokens: number of tokens.
-      perplexity: of the text.
+      perplexity: the perplexity of the text.
       perplexity_ratio: relative to the full-precision cache.
       mean_kl, median_kl, high_kl: mean, median and 99.9th percentile of the Kullback-Leibler
         divergence from the full-precision predictions, in nats.

@@ -54,7 +54,7 @@ def sample(
     """Choose the next token of each row.
 
     Args:
-      logits: of the next token.
+      logits: the logits of the next token.
       filters, sampling: from ``SamplingParams.prepare``.
       count: new tokens that each row has. The draw depends on it and the row's seed only.
       past: the tokens of each row, if an enabled step needs them.

@@ -65,7 +65,7 @@ def score_tokens(
       token: the chosen tokens.
       most: how many of the most likely tokens to report.
       filtered: the logits that the tokens were drawn from; None if all rows are greedy.
-      temperature: of each row; 0 is greedy.
+      temperature: the temperature of each row; 0 is greedy.
       among: bits of the tokens that the most likely ones are selected from; None for all.
     """
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)

@@ -48,10 +48,10 @@ COPY_NUMBERS = 128
 class Plan:
     """How the kernel divides a call.
 
-    ``formats``: of keys and values. ``unit``: tokens per unit. ``warps``: how many of the four
-    warps divide query rows; the others divide tokens. ``tile``: units that are fetched together.
-    ``stages``: tiles in the pipeline's shared memory. ``queries``: the dtype of the queries.
-    ``swizzle``: bytes of the shared-memory swizzle.
+    ``formats``: the formats of keys and values. ``unit``: tokens per unit. ``warps``: how many of
+    the four warps divide query rows; the others divide tokens. ``tile``: units that are fetched
+    together. ``stages``: tiles in the pipeline's shared memory. ``queries``: the dtype of the
+    queries. ``swizzle``: bytes of the shared-memory swizzle.
     """
 
     formats: tuple[StoreFormat, StoreFormat]

@@ -40,11 +40,11 @@ def terms_of(x: Array, dtype: DType, count: int) -> list[Array]:
 class StoreFormat:
     """How the kernel reads a codec's store.
 
-    ``rows``: rows of numbers per unit. ``dtype``: of the stored numbers. ``bits``: the width of a
-    code; 0 if the numbers are floats. ``fraction``: fraction bits of an 8-bit float; 0 otherwise.
-    ``groups``: groups of channels with separate scales per token. ``tokens_per_scale``: tokens that
-    share the scale of a channel; 0 if scales belong to tokens. ``middle``: the code of 0, if there
-    is no zero point. ``arrays``: the names of the kernel's input arrays, in order.
+    ``rows``: rows of numbers per unit. ``dtype``: the dtype of the stored numbers. ``bits``: the
+    width of a code; 0 if the numbers are floats. ``fraction``: fraction bits of an 8-bit float; 0
+    otherwise. ``groups``: groups of channels with separate scales per token. ``tokens_per_scale``:
+    tokens that share the scale of a channel; 0 if scales belong to tokens. ``middle``: the code of
+    0, if there is no zero point. ``arrays``: the names of the kernel's input arrays, in order.
     """
 
     rows: int

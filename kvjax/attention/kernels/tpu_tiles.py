@@ -30,7 +30,7 @@ class Tile(NamedTuple):
     ``numbers``: [kv_heads, tokens, lanes], where the ``lane_group``-th run of ``head_dim`` lanes
     belongs to these tokens; if ``transposed``, [kv_heads, head_dim, tokens].
     ``scale``, ``offset``: float32[kv_heads, groups, tokens], one number per group of channels;
-    None is 1, and 0.
+    None means 1 for ``scale``, and 0 for ``offset``.
     """
 
     numbers: Array
@@ -217,7 +217,7 @@ def tile_weighted_values(
       present: bool, which tokens exist, along the last axis. Slots without tokens and reads past
         the end of an array may hold NaN, and 0 * NaN is NaN.
       present_rows: returns the same along the axis before the last.
-      inputs: of the kernel.
+      inputs: the kernel's inputs.
       dtype: the dtype to multiply in.
     """
     groups, numbers = inputs.groups[1], tile.numbers

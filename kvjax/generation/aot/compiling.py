@@ -79,7 +79,7 @@ def compile(
     Args:
       lm: the model. With ``device``, an architecture without weights is sufficient
         (``models.Architecture``, ``lm.architecture``).
-      policy: of the cache.
+      policy: the cache's policy.
       max_len: tokens per row that the cache can hold. ``generate`` without ``max_len`` rounds the
         capacity up (for the policy ``"static"``), and then uses the programs of that capacity.
       batch: the number of rows.

@@ -143,8 +143,8 @@ def compile_for_device(
 
     Args:
       lm: a loaded model, or its architecture.
-      policy, batch: of the cache.
-      options: of the generation.
+      policy, batch: policy and rows of the cache.
+      options: the options of the generation.
       device: a device, its name, a topology, or a mesh.
 
     Raises:

@@ -265,7 +265,7 @@ def rows_to_keep(
     Args:
       rows: int[prompts, n], the rows to keep of each prompt.
       rewound: int[prompts, n], tokens to rewind from them.
-      request: of the search.
+      request: the request of the search.
 
     Returns:
       Both as int32[rows].

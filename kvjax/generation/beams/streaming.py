@@ -96,8 +96,8 @@ class BestSequences(NamedTuple):
     """The best sequences of each prompt, the best first.
 
     ``tokens``, ``scores``: [batch][n], an empty list and -inf where a search found fewer;
-    ``token_scores``: of their tokens, empty if not requested; ``known``: int[batch, n, steps], all
-    tokens but the last, -1 after them; ``before``: int[batch, n], their number.
+    ``token_scores``: scores of their tokens, empty if not requested; ``known``: int[batch, n,
+    steps], all tokens but the last, -1 after them; ``before``: int[batch, n], their number.
     """
 
     tokens: list[list[list[int]]]
@@ -111,7 +111,7 @@ def best_sequences(history: History, finished: PyTree, n: int, scores: int | Non
     """The ``n`` best finished sequences of all groups.
 
     Args:
-      history: of the search.
+      history: the history of the search.
       finished: ``Hypotheses`` on the host.
       n: sequences of each prompt.
       scores: likeliest tokens reported with each token, None for no log-probabilities.

@@ -121,7 +121,7 @@ class Acceptance:
           drafted: draft tokens of each row.
           accepted: how many of them were accepted.
           length: the most tokens that can be drafted.
-          cost: of drafting, None to draft always.
+          cost: the cost of drafting; None to draft always.
           active: the rows that are decoding.
         """
         lib = xp(self.recent_accepted, drafted)

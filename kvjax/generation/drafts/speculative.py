@@ -159,8 +159,8 @@ def speculate(
 ]:
     """``programs.decode`` with drafts: decode until each row has ``steps`` more tokens or is done.
 
-    ``draft_params``, ``draft_context``: of the draft model, None for prompt lookup. Returns the
-    draft context and the acceptance statistics, then the results of ``decode``.
+    ``draft_params``, ``draft_context``: parameters and context of the draft model; None for prompt
+    lookup. Returns the draft context and the acceptance statistics, then the results of ``decode``.
     """
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
@@ -274,8 +274,8 @@ def _fed(draft: DraftTokens, active: RowMask) -> PerRow:
 
 
 class SpeculativeDecoder:
-    """The draft side of a session. ``context``, ``params``: of the draft model, None for prompt
-    lookup; ``acceptance``: its statistics."""
+    """The draft side of a session. ``context``, ``params``: context and parameters of the draft
+    model, None for prompt lookup; ``acceptance``: its statistics."""
 
     def __init__(
         self, lm: LoadedModel, request: GenerationRequest, draft: Draft, platform: str

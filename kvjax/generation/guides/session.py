@@ -73,7 +73,7 @@ class GuidedSession(Session):
         return {"feed": lowered, "choose": choose.lower(*call)}
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """As ``Session.close``; the guides then have accepted all tokens."""
+        """Like ``Session.close``; afterwards the guides have accepted all tokens."""
         try:
             if texts is not None and self._tokens is not None:
                 self._catch_up(np.zeros(self._rows, bool))
