@@ -45,7 +45,7 @@ class ChatSchema:
             raise APIError(400, message, param="max_tokens")
         prompts = [self._parse_messages(fields)]
         requested = limits.pop() if limits else None
-        max_tokens = self._limits.max_new_tokens(prompts, requested, None)
+        max_tokens = self._limits.max_new_tokens(prompts, requested, None, self.prompt_field)
         request = ParsedRequest(prompts=prompts, max_tokens=max_tokens)
         logprobs = fields.flag("logprobs")
         top_logprobs = fields.integer("top_logprobs", 0, MAX_LOGPROBS)

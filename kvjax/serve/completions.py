@@ -29,7 +29,9 @@ class CompletionsSchema:
             raise fields.error("max_tokens", "at least 1, or 0 with echo: true", max_tokens)
         # The engine generates at least one token, also where only the echo is returned.
         requested = None if max_tokens is None else max(max_tokens, 1)
-        limit = self._limits.max_new_tokens(token_ids, requested, DEFAULT_MAX_TOKENS)
+        limit = self._limits.max_new_tokens(
+            token_ids, requested, DEFAULT_MAX_TOKENS, self.prompt_field
+        )
         request = ParsedRequest(prompts=token_ids, max_tokens=0 if max_tokens == 0 else limit)
         logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
         if logprobs is not None:

@@ -244,6 +244,7 @@ _EVENT_STREAM = [
 """The headers of a streamed response."""
 
 _FIELD_NAMES = {
+    "draft": "prompt_lookup",
     "guide": "response_format",
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",

@@ -284,7 +284,8 @@ def _parse_constraint(fields: Fields) -> tuple[str, MakeGuide] | None:
         raise APIError(400, message, param="structured_outputs")
     ((name, value),) = values.items()
     if not isinstance(value, {"json": dict | str, "choice": list}.get(name, str)):
-        raise APIError(400, f"structured_outputs.{name} has a wrong type", param=name)
+        field = f"structured_outputs.{name}"
+        raise APIError(400, f"{field} has a wrong type", param=field)
     return "structured_outputs", lambda guides: makers[name](guides, value)
 
 

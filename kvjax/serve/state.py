@@ -36,10 +36,10 @@ class Limits:
             raise APIError(400, message, param="prompt")
 
     def max_new_tokens(
-        self, prompts: list[list[int]], requested: int | None, default: int | None
+        self, prompts: list[list[int]], requested: int | None, default: int | None, field: str
     ) -> int:
         """The number of new tokens for each prompt: as requested, else ``default``, else as many
-        as fit.
+        as fit. ``field``: the field with the prompts.
 
         Raises:
           APIError: if they do not fit.
@@ -51,7 +51,7 @@ class Limits:
             needed = positions_needed(longest, limit)
             new = f" and {limit} new tokens need {needed} positions" if limit > 0 else ""
             message = f"{longest} prompt tokens{new}; this server allows {self.max_len}"
-            raise APIError(400, message, param="prompt", code="context_length_exceeded")
+            raise APIError(400, message, param=field, code="context_length_exceeded")
         return limit
 
 
