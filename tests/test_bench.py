@@ -256,6 +256,7 @@ def test_policies_in_words():
         (("--cache", "turbo"), "unknown cache policy 'turbo'"),
         (("--cache", "static,speed=9"), "settings are"),
         (("--kv-bits", "5"), "5 bits for keys"),
+        (("--xtc-threshold", "0.6"), "xtc_threshold must be from 0 to 0.5, got 0.6"),
         (("--shape", "gpt5"), "unknown shape 'gpt5': give one of gpt2, "),
         (("--shape", "gpt-neox-20b"), "can't make gpt-neox-20b with random weights"),
         (("--shape", "gpt2"), "can't make gpt2 with random weights"),

@@ -46,7 +46,7 @@ from kvjax.generation.programs import MAX_STEPS
 from kvjax.memory.sizes import cache_bytes_read, weight_bytes_read
 from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
-from kvjax.sampling.params import SamplingKeywords
+from kvjax.sampling.params import SamplingKeywords, prepare_sampling
 
 
 @dataclass(frozen=True)
@@ -190,6 +190,7 @@ def measure(
     if as_int("steps", steps, 1) > MAX_STEPS:
         raise ArgumentError(f"steps must be at most {MAX_STEPS}, got {steps}", param="steps")
     as_int("repeats", repeats, 1)
+    prepare_sampling(seeds=[0], **drawing)
     fitting, left_out = _fitting(lm.config, prompts, steps)
     names = list(policies)
     timers: list[tuple[str, PolicyTimer]] = []
