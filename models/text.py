@@ -102,7 +102,7 @@ class Tokenizer:
         Raises:
           ValueError: if the text contains a lone surrogate.
         """
-        check_unicode("the text", text)
+        check_unicode("the text", text, "text")
         ids = self.backend.encode(text, add_special_tokens=False).ids
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 

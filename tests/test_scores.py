@@ -315,3 +315,22 @@ def test_filters_that_leave_one_token_leave_it_for_certain():
     logits = jnp.asarray([[0.0, 3.0, 1.0]])
     filters, settings = prepare_sampling(seeds=[0], temperature=0.0)
     assert filtered_log_softmax(logits, filters, settings).tolist() == [[-np.inf, 0.0, -np.inf]]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "param"),
+    [
+        (([[99]], [[1]]), "prompts"),
+        (([[]], [[1]]), "prompts"),
+        (([[1.5]], [[1]]), "prompts"),
+        (([[1]], [[99]]), "continuations"),
+        (([[1]], [5]), "continuations"),
+        (([[1]], [[]]), "continuations"),
+        (([[1]], []), "continuations"),
+    ],
+)
+def test_errors_name_the_argument(lm, arguments, param):
+    """Also where the message names one entry of it."""
+    with pytest.raises(kvjax.ArgumentError) as error:
+        kvjax.score(lm, *arguments)
+    assert error.value.param == param

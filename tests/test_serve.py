@@ -612,6 +612,7 @@ INVALID_REQUESTS = [
     ({"prompt": "a", "stop": [""]}, "stop"),
     ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
     ({"prompt": "a", "stop": 0}, "stop"),
+    ({"prompt": "a", "stop": "\ud800"}, "stop"),
     ({"prompt": "a", "stop": "x" * 257}, "stop"),
     ({"prompt": "a", "n": 0}, "n"),
     ({"prompt": "a", "stream": 1}, "stream"),

@@ -44,18 +44,23 @@ def short_repr(value: object) -> str:
         return "a number of thousands of digits"
 
 
-def as_list(name: str, value: Any, expected: str) -> list[Any]:
-    """``list(value)``, or an ``ArgumentError`` if it is not iterable."""
+def as_list(name: str, value: Any, expected: str, param: str | None = None) -> list[Any]:
+    """``list(value)``, or an ``ArgumentError`` if it is not iterable.
+
+    ``param``: the argument, if ``name`` does not end with its name.
+    """
     try:
         return list(value)
     except TypeError:
-        raise _argument_error(name, expected, value) from None
+        raise _argument_error(name, expected, value, param) from None
 
 
-def _argument_error(name: str, expected: str, value: object) -> ValueError:
+def _argument_error(
+    name: str, expected: str, value: object, param: str | None = None
+) -> "ArgumentError":
     """The error for an argument; ``name`` may be a phrase that ends with the argument's name."""
     message = f"{name} must be {expected}, got {short_repr(value)}"
-    return ArgumentError(message, param=name.split()[-1])
+    return ArgumentError(message, param=param or name.split()[-1])
 
 
 def as_int(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -103,8 +108,8 @@ def normalize_bool_field(settings: object, name: str) -> None:
     object.__setattr__(settings, name, as_bool(name, getattr(settings, name)))
 
 
-def check_unicode(what: str, text: str) -> None:
-    """Raise ``ValueError`` for a string with a lone surrogate, which can't be encoded.
+def check_unicode(what: str, text: str, param: str) -> None:
+    """Raise ``ArgumentError`` for a string with a lone surrogate, which can't be encoded.
 
     If a byte of a command-line argument is not UTF-8, Python decodes it to one.
     """
@@ -112,9 +117,10 @@ def check_unicode(what: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         surrogate = ord(text[error.start])
-        raise ValueError(
+        raise ArgumentError(
             f"{what} is not valid Unicode: character {error.start} is a lone surrogate, "
-            f"U+{surrogate:04X}"
+            f"U+{surrogate:04X}",
+            param=param,
         ) from None
 
 

@@ -138,7 +138,7 @@ def parse_request(
       ArgumentError: naming the argument, its value and the limit.
     """
     lm = planner.lm
-    (tokens,) = tokenize_prompts(lm, [prompt], [])  # type: ignore[list-item]
+    (tokens,) = tokenize_prompts(lm, [prompt], [], param="prompt")  # type: ignore[list-item]
     max_new = as_int("max_new_tokens", options.max_new_tokens, 1)
     min_new = as_int("min_new_tokens", options.min_new_tokens, 0)
     if min_new > max_new:

@@ -89,7 +89,7 @@ def encoder_inputs(
             "a cache was given, but the model's encoder has read no text: call "
             "lm.with_encoder_inputs(texts) first"
         )
-    check_token_ids(lm.config, [lm.decoder_start_token_id], "the start token")
+    check_token_ids(lm.config, [lm.decoder_start_token_id], "the start token", "lm")
     return tokenize_prompts(lm, prompts, [])
 
 

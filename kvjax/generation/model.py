@@ -235,5 +235,5 @@ def choose_capacity(
             f"max_len is {max_len}, but the model has only {positions} positions", param="max_len"
         )
     if need > max_len:
-        raise ValueError(f"{required}, but max_len is {max_len}")
+        raise ArgumentError(f"{required}, but max_len is {max_len}", param="max_len")
     return max_len

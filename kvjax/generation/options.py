@@ -171,7 +171,12 @@ _PROMPTS = "prompts are a string, a list of strings, or a list of lists of token
 
 
 def tokenize_prompts(
-    lm: LanguageModel, prompts: Prompts, cache_lengths: Sequence[int], *, what: str = "prompt"
+    lm: LanguageModel,
+    prompts: Prompts,
+    cache_lengths: Sequence[int],
+    *,
+    what: str = "prompt",
+    param: str = "prompts",
 ) -> list[list[int]]:
     """Token ids of each prompt.
 
@@ -181,32 +186,33 @@ def tokenize_prompts(
       cache_lengths: tokens that each row of a given cache holds. A text that continues such a row
         gets no BOS token.
       what: what error messages call an entry of ``prompts``.
+      param: the argument that ``prompts`` came from, for errors.
     """
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
     except TypeError:
-        raise ArgumentError(f"{_PROMPTS}, got {short_repr(prompts)}", param="prompts") from None
+        raise ArgumentError(f"{_PROMPTS}, got {short_repr(prompts)}", param=param) from None
     if not entries:
-        raise ArgumentError("no prompts: the list is empty", param="prompts")
+        raise ArgumentError("no prompts: the list is empty", param=param)
     rows = []
     for number, entry in enumerate(entries):
         if isinstance(entry, str):
             if lm.tokenizer is None:
                 message = "the model has no tokenizer: give prompts as lists of token ids"
-                raise ArgumentError(message, param="prompts")
+                raise ArgumentError(message, param=param)
             continues = number < len(cache_lengths) and cache_lengths[number] > 0
             ids = lm.tokenizer.encode(entry, add_special_tokens=not continues)
         else:
-            ids = _as_token_ids(entry, f"{what} {number}")
+            ids = _as_token_ids(entry, f"{what} {number}", param)
         if not ids:
             message = f"{what} {number} is empty: give at least one token"
-            raise ArgumentError(message, param=what.split()[0])
-        check_token_ids(lm.config, ids, f"{what} {number}")
+            raise ArgumentError(message, param=param)
+        check_token_ids(lm.config, ids, f"{what} {number}", param)
         rows.append(ids)
     return rows
 
 
-def _as_token_ids(entry: object, name: str) -> list[int]:
+def _as_token_ids(entry: object, name: str, param: str) -> list[int]:
     try:
         ids = np.asarray(entry)
     except (TypeError, ValueError):  # lists of uneven lengths, and objects without an array form
@@ -215,19 +221,20 @@ def _as_token_ids(entry: object, name: str) -> list[int]:
         message = (
             f"{name} must be a string or a list of token ids, got {short_repr(entry)}: {_PROMPTS}"
         )
-        raise ArgumentError(message, param=name.split()[0])
+        raise ArgumentError(message, param=param)
     return ids.tolist()
 
 
-def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str) -> None:
-    """Raise ``ValueError`` for a token id outside the vocabulary."""
+def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str, param: str) -> None:
+    """Raise ``ArgumentError`` for a token id outside the vocabulary. ``name``: what the message
+    calls ``ids``; ``param``: the argument that they came from."""
     for i in ids:
         if not 0 <= i < config.vocab_size:
             message = (
                 f"{name}: token id {i} is out of range: the vocabulary has {config.vocab_size} "
                 f"tokens, 0 to {config.vocab_size - 1}"
             )
-            raise ArgumentError(message, param=name.split()[0])
+            raise ArgumentError(message, param=param)
 
 
 def parse_logit_bias(
@@ -241,7 +248,7 @@ def parse_logit_bias(
         as_int("a token of logit_bias", token, 0): bias
         for token, bias in (logit_bias or {}).items()
     }
-    check_token_ids(config, list(biases), "logit_bias")
+    check_token_ids(config, list(biases), "logit_bias", "logit_bias")
     return biases
 
 
@@ -282,7 +289,7 @@ def parse_eos_token_ids(
     expected = "a token id, or a list of them"
     entries = (given,) if isinstance(given, int) else as_list("eos_token_ids", given, expected)
     tokens = tuple(as_int("a token of eos_token_ids", token, 0) for token in entries)
-    check_token_ids(lm.config, tokens, "eos_token_ids")
+    check_token_ids(lm.config, tokens, "eos_token_ids", "eos_token_ids")
     return tokens
 
 
@@ -298,7 +305,7 @@ def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str
         if not isinstance(text, str) or not text:
             message = f"a stop string must have at least one character, got {short_repr(text)}"
             raise ArgumentError(message, param="stop")
-        check_unicode("a stop string", text)
+        check_unicode("a stop string", text, "stop")
     if stops and lm.tokenizer is None:
         message = "the model has no tokenizer, so stop strings can't be found: leave out stop="
         raise ArgumentError(message, param="stop")

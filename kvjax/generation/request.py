@@ -10,7 +10,14 @@ from kvjax.cache.checks import check, validated
 from kvjax.cache.state import KVCache
 from kvjax.core.mesh_context import explicit_mesh
 from kvjax.core.transfer import fetch
-from kvjax.core.validation import INT32_MAX, MAX_DIMENSION, as_int, as_optional_int, as_python
+from kvjax.core.validation import (
+    INT32_MAX,
+    MAX_DIMENSION,
+    ArgumentError,
+    as_int,
+    as_optional_int,
+    as_python,
+)
 from kvjax.generation.beams.step import SearchConfig, resolve_search
 from kvjax.generation.cache_choice import (
     encoder_inputs,
@@ -159,9 +166,8 @@ def prepare_request(
         options, max_len=as_optional_int("max_len", options.max_len, 1, MAX_DIMENSION)
     )
     if min_new_tokens > new_tokens:
-        raise ValueError(
-            f"min_new_tokens is {min_new_tokens}, but max_new_tokens is only {new_tokens}"
-        )
+        message = f"min_new_tokens is {min_new_tokens}, but max_new_tokens is only {new_tokens}"
+        raise ArgumentError(message, param="min_new_tokens")
     cache, policy = parse_cache(options)
     draft = resolve_draft(lm, options.draft)
     if draft is not None and not options.use_cache:

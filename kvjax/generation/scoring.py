@@ -112,10 +112,11 @@ def score(
         continuations = [continuations]
     continuations = as_list("continuations", continuations, "a list with an entry for each prompt")
     if len(continuations) != len(rows):
-        raise ValueError(
+        message = (
             f"{len(rows)} prompts, but {len(continuations)} entries of continuations: give one per "
             "prompt, a continuation or a list of several"
         )
+        raise ArgumentError(message, param="continuations")
     entries = [_tokenize_entry(lm, n, entry) for n, entry in enumerate(continuations)]
     prompt_of = np.array([prompt for prompt, entry in enumerate(entries) for _ in entry], np.int32)
     new = [ids for entry in entries for ids in entry]
@@ -143,14 +144,16 @@ def score(
 def _tokenize_entry(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
     """The token ids of a prompt's continuations."""
     single = isinstance(entry, str)
-    items = [entry] if single else as_list(f"the continuations of prompt {prompt}", entry, "a list")
+    what = f"the continuations of prompt {prompt}"
+    items = [entry] if single else as_list(what, entry, "a list", "continuations")
     single |= bool(items) and not isinstance(items[0], str) and np.ndim(items[0]) == 0
     entries = [entry] if single else items
     if not entries:
-        raise ValueError(f"prompt {prompt} has no continuations: the list is empty")
+        message = f"prompt {prompt} has no continuations: the list is empty"
+        raise ArgumentError(message, param="continuations")
     # Lengths above 0: a continuation gets no BOS token.
     what = f"of prompt {prompt} continuation"
-    return tokenize_prompts(lm, entries, [1] * len(entries), what=what)
+    return tokenize_prompts(lm, entries, [1] * len(entries), what=what, param="continuations")
 
 
 def _process(

@@ -180,7 +180,7 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Tokens, Co
         for row, (ids, length) in enumerate(rows):
             if not 1 <= length <= len(ids):
                 raise ValueError(f"prompt {row} has length {length}, but must have 1 to {len(ids)}")
-            check_token_ids(lm.config, ids[:length].tolist(), f"prompt {row}")
+            check_token_ids(lm.config, ids[:length].tolist(), f"prompt {row}", "prompts")
     return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 
@@ -191,7 +191,8 @@ def sampling_of(
     keywords: dict[str, Any] = {"temperature": 1.0, **settings}
     min_new = as_int("min_new_tokens", keywords.pop("min_new_tokens", 0), 0)
     if min_new > new:
-        raise ValueError(f"min_new_tokens is {min_new}, but max_new_tokens is only {new}")
+        message = f"min_new_tokens is {min_new}, but max_new_tokens is only {new}"
+        raise ArgumentError(message, param="min_new_tokens")
     eos = parse_eos_token_ids(lm, keywords.pop("eos_token_ids", None))
     bias = parse_logit_bias(lm.config, keywords.pop("logit_bias", None))
     filters, sampling = prepare_sampling(

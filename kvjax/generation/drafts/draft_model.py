@@ -12,7 +12,7 @@ from jaxtyping import Int, PyTree
 
 from kvjax.core.array_ops import arange_row
 from kvjax.core.typing import Array, PerRow, Tokens
-from kvjax.core.validation import as_int, normalize_bool_field, normalize_int_field
+from kvjax.core.validation import ArgumentError, as_int, normalize_bool_field, normalize_int_field
 from kvjax.generation.drafts.acceptance import DraftCost
 from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
@@ -103,9 +103,8 @@ def resolve_draft(lm: LanguageModel, choice: DraftChoice | None) -> Draft | None
     if isinstance(choice, LanguageModel):
         choice = DraftModel(choice)
     if not isinstance(choice, DraftModel):
-        raise ValueError(
-            f"draft is {choice!r:.80}; give a model, 'lookup', a DraftModel or a PromptLookup"
-        )
+        message = f"draft is {choice!r:.80}; give a model, 'lookup', a DraftModel or a PromptLookup"
+        raise ArgumentError(message, param="draft")
     refuse_encoder("a draft", choice.lm)
     if budget_of(choice.cache) is not None:
         raise ValueError(

@@ -106,7 +106,7 @@ class Guides:
         if not choices or not all(isinstance(text, str) and text for text in choices):
             raise ValueError(f"choices must be one or more strings, got {short_repr(texts)}")
         for text in choices:
-            check_unicode("a choice", text)
+            check_unicode("a choice", text, "choices")
         rule = " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
         rule = rule.replace("\x7f", "\\u007f")  # JSON does not escape it, but Lark requires it
         return self.grammar(f"start: {rule}")
@@ -114,7 +114,7 @@ class Guides:
     def _guide(self, what: str, text: str, compile: Callable[[str], str]) -> "GrammarGuide":
         if not isinstance(text, str):
             raise ValueError(f"the {what} must be a string, got {short_repr(text)}")
-        check_unicode(f"the {what}", text)
+        check_unicode(f"the {what}", text, what)
         try:
             matcher = self._matcher(self._tokenizer, compile(text), log_level=0)
             problem = matcher.get_error()
