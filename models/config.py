@@ -411,8 +411,8 @@ class T5Config:
       is_gated_act: whether feed-forward layers have gates.
       scale_decoder_outputs: whether decoder outputs are divided by the square root of their width
         before the head.
-      relative_attention_num_buckets, relative_attention_max_distance: of the relative position
-        biases.
+      relative_attention_num_buckets, relative_attention_max_distance: the number of buckets of the
+        relative position biases, and the distance from which all positions share a bucket.
 
     Example:
       ```python

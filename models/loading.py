@@ -44,8 +44,8 @@ def load(
     """Load a model, its tokenizer and its settings.
 
     Weights are read from safetensors, one tensor at a time, so peak memory is only a little above
-    the size of the model. Nothing is unpickled, and no code of the checkpoint runs. Of a multimodal
-    model only the text part is loaded: a line on stderr names what was skipped, and files without
+    the size of the model. Nothing is unpickled, and no code of the checkpoint runs. Only the text
+    part of a multimodal model is loaded. A line on stderr names what was skipped, and files without
     text weights are not downloaded. float64 weights are read as float32, with a line on stderr.
 
     Args:
@@ -53,8 +53,8 @@ def load(
         model that comes with the package.
       dtype: the dtype of computation: float32, bfloat16 or float16. By default float32 on a CPU,
         and the checkpoint's dtype on an accelerator. On a GPU without bfloat16 (a T4), a bfloat16
-        checkpoint is computed in float16 if its values have that range, otherwise in float32, with
-        a line on stderr.
+        checkpoint is computed in float16, or in float32 if its weights, or the activations of its
+        family, exceed the range of float16. A line on stderr says so.
       revision: a branch, tag or commit, for a hub id.
       mesh: devices to shard the parameters over, see ``kvjax.make_mesh``. Each tensor is read once,
         and each device receives its shard. ``"auto"`` uses the default device, or as many local

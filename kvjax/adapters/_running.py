@@ -74,8 +74,8 @@ def running(
         return logits, call.done()
 
     The layers must be traced together with the call, not inside a scan, ``remat`` or ``jit`` of
-    their own, which can't carry their updates. Such models pass a ``kvjax.attention.Step`` from
-    layer to layer instead.
+    their own, because the updated cache can't leave those. Such models pass a
+    ``kvjax.attention.Step`` from layer to layer instead.
 
     Example:
       ```python

@@ -22,8 +22,8 @@ def attention_fn(
     """The ``attention_fn`` of an ``nnx.MultiHeadAttention``, with a cache.
 
     Inside ``running`` it appends the layer's keys and values to the cache and attends to it. It is
-    causal and ignores masks there. Outside it is ``nnx.dot_product_attention``, or kvjax's uncached
-    attention, also causal, if ``rotary`` or an option of ``sight`` is given.
+    causal and ignores masks there. Outside of ``running``, it calls ``nnx.dot_product_attention``
+    or, if ``rotary`` or an option of ``sight`` is given, kvjax's causal attention without a cache.
 
     Args:
       layer: index of the layer.

@@ -97,11 +97,12 @@ def attend(
 
     Raises:
       ValueError: if shapes do not fit the cache; nothing was appended to the layer since the last
-        ``advance`` (with ``causal=False``: something was); ``lengths`` differ from the lengths that
-        ``append`` received; ``window`` or ``soft_cap`` is not positive; ``sinks`` exceeds what a
-        ring keeps; or ``path`` is unknown or does not support the inputs. In a stack of layers, the
-        queries of a long call must attend to the layer that was appended last. Otherwise this
-        raises too, or, if the layer's index is traced, returns NaN.
+        ``advance``, or, with ``causal=False``, tokens were appended since then; ``lengths`` differ
+        from the lengths that ``append`` received; ``window`` or ``soft_cap`` is not positive;
+        ``sinks`` exceeds what a ring keeps; or ``path`` is unknown or does not support the inputs.
+        In a stack of layers with a tail, if a call has more tokens than a block, its queries must
+        attend to the layer that was appended to last. Otherwise this is an error too; if the
+        layer's index is traced, the result is NaN.
 
     Example:
       ```python

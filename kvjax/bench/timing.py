@@ -63,9 +63,9 @@ class Bandwidth:
 def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandwidth:
     """Measure the memory bandwidth of the default device.
 
-    Several methods are timed, each ``repeats`` times. Every time gives a lower bound, so the
-    fastest call of the fastest method is the result. On a CPU, a compiled reduction may not use
-    all cores, so multithreaded NumPy reductions are tried too.
+    Several methods are timed, each ``repeats`` times. Each measurement is a lower bound of the
+    bandwidth, so the fastest call of the fastest method is the result. On a CPU, a compiled
+    reduction may not use all cores, so multithreaded NumPy reductions are tried too.
 
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.

@@ -58,7 +58,7 @@ def append(
 ) -> KVCache:
     """Write the new keys and values of a layer after the tokens of each row.
 
-    The tokens count once all layers have them and ``advance`` is called.
+    The tokens become part of the rows when ``advance`` is called, after all layers have them.
 
     Args:
       cache: the cache; donate it to write in place.
@@ -124,7 +124,7 @@ def append(
 
 @automatic_axes
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
-    """Count the tokens that have been appended to all layers.
+    """End a call: add the appended tokens to the length of each row.
 
     Args:
       cache: the cache after ``append`` on every layer.

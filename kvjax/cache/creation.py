@@ -70,7 +70,7 @@ def init_cache(
         default ``policy("static")``.
       batch: rows.
       max_len: tokens that a row can hold. A dense layout requires it. A growing layout can grow up
-        to it. A ring uses fewer slots if it is smaller than the window.
+        to it. A ring uses only ``max_len`` slots if that is less than its sinks, window and slack.
       mesh: a mesh to shard the cache over, see ``make_mesh``; by default it is on one device.
       stacked: store equal layers in one array, [layers, batch, kv_heads, max_len, head_dim], for
         models that run their layers in a ``lax.scan``; see ``stack``. By default the config's

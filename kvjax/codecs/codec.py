@@ -42,14 +42,15 @@ class Codec(Protocol):
     [batch, kv_heads, tokens, head_dim]. Each array of the store has the batch on axis 0 and the
     blocks or tokens on axis 2.
 
-    A subclass inherits the last three methods, ``before_rotary`` and ``joins_heads``.
+    A subclass inherits ``nbytes``, ``scores``, ``weighted_values``, ``before_rotary`` and
+    ``joins_heads``, and defines everything else.
 
     Attributes:
       dtype: the dtype that ``decode`` returns; None until ``resolve``.
       blockwise: whether the numbers of a block are encoded together, for example under one scale.
         The newest tokens then wait in a raw tail until their block is full.
       before_rotary: whether keys are stored unrotated, and rotated when they are read.
-      joins_heads: whether heads share scales. Those scales have 1 on the axis of heads.
+      joins_heads: whether heads share scales. The axis of heads of these scales then has size 1.
 
     Example:
       ```python
@@ -127,8 +128,8 @@ def plain_scores(queries: Array, keys: Array) -> Array:
     """``Codec.scores`` for decoded keys.
 
     With few queries, a CPU multiplies float32 keys many times faster as the left operand. With very
-    few queries and a batch of one, it multiplies them faster one by one. The barriers keep XLA from
-    swapping the operands back.
+    few queries and a batch of one, it is faster to multiply the keys with one query at a time. The
+    barriers keep XLA from swapping the operands back.
 
     Example:
       ```python

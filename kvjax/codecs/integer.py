@@ -42,9 +42,10 @@ class Integer(ScaledCodec):
     With a zero point, a number is ``zero + scale * code``: asymmetric quantization from the minimum
     of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without one, a number is
     ``scale * (code - middle)``: symmetric quantization up to the largest magnitude of the group.
-    With 8 bits the middle is a code; with fewer bits it lies between two codes, so that none is
-    wasted. Scales are rounded up and zero points down, so the error is at most half a scale. With
-    one bit, the two values are the group's mean plus and minus its mean absolute deviation.
+    With 8 bits, one code stands for 0, and one code is unused. With fewer bits, 0 lies between two
+    codes, so that all codes are used. Scales are rounded up and zero points down, so the error is
+    at most half a scale. With one bit, the two values are the group's mean plus and minus its mean
+    absolute deviation.
 
     ``bits``: 1, 2, 3, 4 or 8. ``per``: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``.
     ``group_size``: numbers per scale, along the channels of a token or the tokens of a channel;
@@ -91,7 +92,8 @@ class Integer(ScaledCodec):
         return self.store(x, *self.fit(x))
 
     def fit(self, x: Array) -> tuple[Array, Array]:
-        """Scales and zero points of split numbers, in float32 but rounded to 16 bits."""
+        """Scales and zero points of numbers that are divided into groups, in float32 but rounded to
+        16 bits."""
         axes, kind = self.groups.axes(x.ndim), str(self.scale_codec.dtype)
         if self.bits == 1:
             return self._fit_one_bit(x, axes, kind)
@@ -110,7 +112,8 @@ class Integer(ScaledCodec):
         return scale, rounded(middle - scale / 2, kind, up=False) if self.zero_point else -scale / 2
 
     def store(self, x: Array, scale: Array, zero: Array) -> Packed:
-        """Encode split numbers with the scales and zero points of ``fit``."""
+        """Encode numbers that are divided into groups, with the scales and zero points of
+        ``fit``."""
         codes = pack(self.groups.join(self.codes(x, scale, zero)).astype(jnp.uint8), self.bits)
         scales, groups = self.scale_codec, self.groups
         packed_zero = scales.encode(groups.pack(zero)) if self.zero_point else None

@@ -120,13 +120,14 @@ class LayoutSpec(ABC):
 
 
 class Layout(LayoutSpec):
-    """Which slot of a row holds which position. Frozen, hashable and static; cursors are arrays.
+    """Which slot of a row holds which position. A layout is frozen, hashable and static: the
+    lengths of rows are arguments of its methods.
 
     A subclass defines ``slots``, ``resolve``, ``runs``, ``positions`` and ``slot_of``. The other
     members have defaults, which are right for any layout that keeps every token of a row. Override
-    them to see less than everything (``window``, ``sinks``), to overwrite old tokens (``limit``,
-    ``slack``, ``rewindable``), to grow (``grows_to``, ``grown``), or to be faster (``occupied``,
-    ``bounds``).
+    them to limit what queries see (``window``, ``sinks``), to overwrite old tokens (``limit``,
+    ``slack``, ``rewindable``), to let the layout grow (``grows_to``, ``grown``), or to make
+    attention faster (``occupied``, ``bounds``).
 
     ``slots``: slots per row. ``limit``: tokens that a row can hold, None for no limit; by default
     ``slots``. ``window``: how many positions back queries see, None for all. ``sinks``: the
@@ -207,7 +208,7 @@ class Layout(LayoutSpec):
         return [(region, self) for region in self.regions()]
 
     def occupied(self, length: PerRow) -> Scalar:
-        """Slots counted from the first that may hold a token, in any row."""
+        """The number of leading slots that may hold a token, in any row."""
         return jnp.int32(self.slots)
 
     def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
@@ -273,8 +274,8 @@ class Layout(LayoutSpec):
         return self
 
     def in_blocks(self, block: int, recent: int) -> "Layout":
-        """The layout of the body: each of its slots holds a block of ``block`` tokens, once the
-        row has ``recent`` later blocks and has begun another one."""
+        """The layout of the body. Each of its slots holds a block of ``block`` tokens. A block
+        enters the body once the row has ``recent`` later blocks and has begun another one."""
         if self.limit is None:
             raise ValueError(f"{self} can't hold its tokens in blocks")
         return Dense(max((self.slots - 1) // block - recent, 1))

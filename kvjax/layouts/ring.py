@@ -145,8 +145,8 @@ class Ring(Layout):
         return replace(alike, max_len=larger, grows_to=max([larger, *grows]) if grows else None)
 
     def in_blocks(self, block: int, recent: int) -> Layout:
-        """A ring for the blocks that the queries of one call see in total, and at least for those
-        that leave the tail in one call."""
+        """A ring with a slot for each block that the queries of one call see, but at least one for
+        each block that can leave the tail in one call."""
         if self.max_len is not None:
             return super().in_blocks(block, recent)
         seen = -(-(self.slots - 1) // block) - recent

@@ -244,7 +244,8 @@ def what_fits(
     Args:
       model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.
       memory: bytes of a device; by default the default device reports it.
-      fraction: the fraction of the memory left by weights and temporaries that the cache may take.
+      fraction: the cache may take this fraction of the memory that is free after weights and
+        temporaries.
       devices: number of devices that share weights and cache evenly, by heads.
       policies: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 

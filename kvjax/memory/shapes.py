@@ -28,7 +28,7 @@ _UNSUPPORTED = ("num_local_experts", "num_experts", "n_routed_experts", "kv_lora
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder as numbers, to plan for models that kvjax can't run.
+    """The sizes of a decoder, to plan for models that kvjax can't run.
 
     Attributes:
       gated: whether the feed-forward part has three matrices instead of two.

@@ -43,10 +43,11 @@ def migrate(
 ) -> KVCache:
     """Move a cache, or some of its layers, to another place, without changing any value.
 
-    This runs outside ``jit``, layer by layer, and uses the argument up: at most one layer exists
-    twice at any time. A ``fork`` of the argument survives. The transfer of the last layer may still
-    be running when this returns. A raw layer has a tail only on the host, so it is converted when
-    it moves. After a move and back, generation continues bit for bit.
+    This runs outside ``jit``, layer by layer, and deletes the argument's arrays as it copies them:
+    at most one layer exists twice at any time. A ``fork`` of the argument survives. The transfer of
+    the last layer may still be running when this returns. A raw layer has a tail only while it is
+    on the host, so its arrays are converted when it moves. After a move and back, generation
+    continues bit for bit.
 
     Args:
       cache: the cache; the arrays of moved layers are deleted.
@@ -57,9 +58,9 @@ def migrate(
         default the cache stays on its devices.
 
     Raises:
-      ValueError: if a layer does not exist, ``placement`` is not a placement, the cache is used up,
-        the mesh does not divide the rows, or both ``layers`` and ``mesh`` are given; inside
-        ``jit``.
+      ValueError: if a layer does not exist, ``placement`` is not a placement, the cache's arrays
+        have been donated or deleted, the mesh does not divide the rows, or both ``layers`` and
+        ``mesh`` are given; inside ``jit``.
 
     Example:
       ```python

@@ -107,10 +107,11 @@ def save_cache(
         you must call ``wait()`` on the result before the program ends.
 
     Raises:
-      ValueError: if a row has fewer ``tokens`` than the cache; if the cache is used up, within a
-        call, or partly held by other processes; inside ``jit``.
+      ValueError: if a row has fewer ``tokens`` than the cache; if the cache's arrays have been
+        donated or deleted, a call on it is unfinished, or other processes hold a part of it; inside
+        ``jit``.
       CacheOverflowError: if ``check`` raises it for the cache.
-      CheckpointError: if ``path`` holds anything else.
+      CheckpointError: if ``path`` is a file, or a folder that holds anything but a saved cache.
 
     Example:
       ```python

@@ -153,7 +153,7 @@ class Host(Device):
     is on the device. With ``k``, the whole body of layer ``i + k``, filled or not, is fetched while
     layer ``i`` is computed, and up to ``k + 1`` bodies are on the device. This is meant for
     accelerators, and has no effect on stacks. Whether accelerators overlap these copies with
-    computation has not been measured; a TPU's compiler places them in a conditional.
+    computation has not been measured; the TPU compiler puts them inside a conditional.
 
     Example:
       ```python

@@ -88,11 +88,13 @@ class CachePolicy:
         return self.block if self.has_tail else 1
 
     def subblocks(self, head_dim: int) -> int:
-        """Runs of a block's tokens that a kernel reads one after the other, of both codecs."""
+        """The number of runs of tokens in a block that a kernel reads one after the other. It is
+        the same for keys and values: the larger number of the two codecs."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Orders, Orders]:
-        """The orders in which arrays of keys and of values are kept: pytrees like their stores."""
+        """How the arrays of keys and of values are arranged in memory: an ``Order`` per array, in
+        pytrees with the structure of their stores."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, mesh_sharding = placement.needs_tail, placement.mesh_sharding
         heads_divided = mesh_sharding is not None and mesh_sharding.heads > 1

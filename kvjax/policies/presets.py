@@ -78,7 +78,7 @@ def policy(
         enough for all rows.
 
     Raises:
-      ValueError: if the name or the dtype is unknown, or the policy does not have a setting.
+      ValueError: if the name or the dtype is unknown, or a setting does not apply to the policy.
 
     Example:
       ```python

@@ -29,11 +29,11 @@ class PrefixStats:
     """Statistics of a prefix tree.
 
     ``prompts``: prompts looked up; ``hits``: prompts with a cached prefix; ``prompt_tokens``:
-    tokens of all prompts; ``cached_tokens``: those that did not have to be computed; ``sequences``:
-    cached sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and ``"disk"``;
-    ``free_pages``, ``used_pages``, ``cached_pages``: for each pool its free pages, pages that only
-    running requests use, and pages that the tree keeps; ``evicted``: pages and checkpoints evicted
-    so far.
+    tokens of all prompts; ``cached_tokens``: prompt tokens that did not have to be computed;
+    ``sequences``: cached sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and
+    ``"disk"``; ``free_pages``, ``used_pages``, ``cached_pages``: for each pool its free pages,
+    pages that only running requests use, and pages that the tree keeps; ``evicted``: pages and
+    checkpoints evicted so far.
 
     Example:
       ```python
@@ -113,11 +113,11 @@ class PrefixTree:
     chunk, and to a position where the tree has everything that the next token needs: pages, and
     perhaps a checkpoint of the raw tail or the window.
 
-    With ``exact_prefix``, a request gives the same logits as without a tree, ``generate(lm,
-    prompts, **tree.settings)``, bit for bit on the same device. For this the tree
-    keeps only whole prefill chunks, separately for each number of rows, and all rows of a request
-    start from their longest common hit. Without it hits are longer: each row has its own, and
-    generated tokens are cached too.
+    With ``exact_prefix``, a request gives the same logits, bit for bit on the same device, as
+    ``generate(lm, prompts, **tree.settings)`` without a tree. For this the tree keeps only whole
+    prefill chunks, separately for each number of rows, and all rows of a request start from their
+    longest common hit. Without it hits are longer: each row has its own, and generated tokens are
+    cached too.
 
     Threads may share a tree. It serves one request at a time, and other calls of ``generate`` wait.
     An ``Engine`` serves many requests at once, and has its own prefix cache.
@@ -126,11 +126,12 @@ class PrefixTree:
     PagedAttention, arXiv:2309.06180).
 
     Args:
-      lm: the model. If it is on a mesh, this must have the ``tensor`` axis alone.
+      lm: the model. A mesh may divide it along ``tensor`` only.
       policy: as for ``init_cache``. Each layer needs pages or a window, at least one needs pages.
       pages: pages of each pool. Give either this or ``memory``, or set the pages in the policy.
       memory: bytes of all pools together, such as ``2**31`` or ``"2GiB"``.
-      max_len: tokens a row, prompt and new tokens; by default the model's number of positions.
+      max_len: the most tokens per row, prompt and new tokens together; by default the model's
+        number of positions.
       rotary_len: as for ``init_cache``.
       prefill_chunk: tokens of a prefill call. Hits end at multiples of it and of a page.
       exact_prefix: whether results must not depend on what is cached, see above.
@@ -215,7 +216,8 @@ class PrefixTree:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Arguments of ``generate`` that make a request without a tree compute the same."""
+        """The arguments with which ``generate``, without a tree, computes the same as with this
+        tree."""
         return {
             "cache": list(self.pool_config.policies),
             "max_len": self.pool_config.max_len,
