@@ -75,10 +75,11 @@ class Chat:
     """A conversation of many turns on one cache.
 
     In each turn the whole conversation is rendered and compared with the tokens that the cache
-    holds. The cache is rewound to their longest common prefix, and only the rest is prefilled.
-    Answers keep the tokens that were sampled. Rings, quantized caches and caches on the host can
-    only be rewound over their newest tokens; beyond that the conversation is prefilled from its
-    start, and ``stats.recomputed_tokens`` counts these tokens.
+    holds. The cache is rewound to their longest common prefix, and only the rest is prefilled. The
+    tokens of earlier answers stay as they were sampled; their text is not encoded again. Rings,
+    quantized caches and caches on the host can only be rewound over their newest tokens; beyond
+    that the conversation is prefilled from its start, and ``stats.recomputed_tokens`` counts these
+    tokens.
 
     ``settings``: the settings of each answer, by name. They may be changed between turns.
 

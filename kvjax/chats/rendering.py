@@ -23,8 +23,9 @@ class Turn:
     ``user``, ``answer``: their texts; a partial answer while it is generated. ``tokens``: the
     answer's, as they were sampled. ``finish_reason``: why it ended, as in
     ``GenerationStats.finish_reasons``; ``"stopped"`` if it was stopped early or by an error; None
-    while it is generated. ``attempt``: earlier answers to the same message, which change the seed.
-    ``first``: the first turn that the model saw with it, if older ones were dropped.
+    while it is generated. ``attempt``: the number of earlier answers to the same message; it
+    changes the seed. ``first``: the index of the oldest turn that the model saw for this answer;
+    older turns were dropped.
 
     Example:
       ```python

@@ -68,15 +68,16 @@ class Engine:
         before the output of an earlier one is needed.
       pages: pages of each pool.
       memory: bytes of all pools, or text such as ``"2GiB"``, instead of ``pages``. By default the
-        pools hold all rows at full length, or nine tenths of the device memory that the weights
-        leave.
+        pools hold all rows at full length, or, if these do not fit, take nine tenths of the device
+        memory that is free after the weights.
       prefill_chunk: maximum number of prompt tokens that are computed together.
       max_num_batched_tokens: maximum number of tokens in a step, including padding; by default
         ``prefill_chunk`` plus one for each row.
       decode_steps: maximum number of tokens that a row decodes in one dispatch. Stop strings and
         new requests take effect after it.
-      batch_invariant: see above. Without it, few rows decode in smaller batches, CPUs read most of
-        a full pool in place, and shared prefixes are not rounded down to whole chunks.
+      batch_invariant: see above. Without it, the decode batch is smaller when few rows are running,
+        CPUs read pages in place when most of the pool is in use, and shared prefixes are not
+        rounded down to whole chunks.
       prefix_cache: whether requests share prefixes.
       checkpoint_every: as for ``PrefixTree``.
       host_memory: bytes, or text, for preempted requests and evicted prefixes.
@@ -167,8 +168,8 @@ class Engine:
     def compile(self) -> Compiled:
         """Compile all programs in advance; otherwise each is compiled when it is first needed.
 
-        Two are always compiled when first needed: the host's step of a beam search, for each number
-        of beams, and prefill with ``prompt_logprobs``.
+        Two programs are always compiled when they are first needed: the selection step of a beam
+        search, for each number of beams, and prefill with ``prompt_logprobs``.
         """
         start, timer = time.perf_counter(), Timer()
         with timer.running():
@@ -201,16 +202,16 @@ class Engine:
           guide: constrains which tokens may come next: one of ``Guides``, or any
             ``kvjax.generation.guides.masks.Guide``.
           draft: ``"lookup"`` or a ``PromptLookup``, as for ``generate``, with at most 7 tokens;
-            None for no draft. By default ``"engine"``: the engine's own draft, if the request
-            allows one.
+            None for no draft. By default ``"engine"``: the engine's own draft, but none for a beam
+            search or for a guide without ``copy``.
           tenant: requests share prefixes only with requests of the same tenant.
           priority: a whole number; lower ones are scheduled first.
           deadline: seconds after which the request ends with what it has.
           num_beams, n, length_penalty, early_stopping: a beam search, as for ``generate``. Each
             beam takes a row. At the end ``Handle.beam_results`` has the ``n`` best sequences, and
-            the handle the best of them. A preempted search starts over. Penalties and
-            ``logit_bias`` do not work with beams; ``num_beams`` and the number of end tokens are
-            together at most 20.
+            the handle's tokens and text are those of the best one. A preempted search starts over.
+            Penalties and ``logit_bias`` do not work with beams; ``num_beams`` and the number of end
+            tokens are together at most 20.
 
         Raises:
           ValueError: naming the argument, its value and the limit.

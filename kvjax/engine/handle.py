@@ -214,8 +214,8 @@ class Handle:
                 return
 
     def add_prompt_scores(self, start: int, scores: Scores) -> None:
-        """Store the scores of the prompt tokens that follow the chunk's tokens, from token
-        ``start`` on."""
+        """Store the scores of the prompt tokens that follow the tokens of a chunk, which begins at
+        token ``start``."""
         most, following = self.request.prompt_logprobs, len(self.request.tokens) - 1 - start
         assert most is not None
         new = token_scores(fetch(scores), 0, 0, max(following, 0), most)

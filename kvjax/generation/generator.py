@@ -166,27 +166,29 @@ def generate(
         and hook then apply to log-probabilities. Beams share prompts as samples do.
       length_penalty: a sequence's score is its log-probability divided by its length to this power.
         Values above 0 favor longer sequences, below 0 shorter ones.
-      early_stopping: when a search ends that has found as many sequences as beams: True at once,
-        False when no beam currently scores higher, "never" when no beam can reach a higher score.
+      early_stopping: when a search ends after it has found as many finished sequences as beams:
+        with True at once, with False when no unfinished beam currently scores higher, with "never"
+        when no beam can reach a higher score.
       num_beam_groups, diversity_penalty: divide beams into groups. A group pays the penalty for
         each token that a beam of an earlier group chose in the same step, after the other penalties
         (Vijayakumar et al., "Diverse Beam Search", arXiv:1610.02424).
       prefix_cache: a ``PrefixTree``, or ``tree.for_tenant(tenant)``. Prompt tokens that it has
         cached are not computed again, and it caches the new ones. It has its own policy. Threads
         that share one take turns.
-      logprobs: report log-probabilities of each new token (``result.logprobs``): under the model's
-        distribution, before bias, filters and temperature; under the filtered distribution that it
-        was drawn from; and of this many of the most likely tokens, 0 to 20. True is 0.
+      logprobs: report two log-probabilities of each new token (``result.logprobs``): under the
+        model's distribution, before bias, filters and temperature, and under the filtered
+        distribution that it was drawn from. An integer ``k`` from 0 to 20 also reports the ``k``
+        most likely tokens; True is the same as 0.
       guide: a constraint from ``Guides`` that new text must match, or a list with one per prompt,
         None for no constraint. Each row advances its own copy (``result.guides``), so a guide can
-        be used again. A row with a guide ends with it, or at ``max_new_tokens``. A beam copies the
-        guide of the beam that it continues.
+        be used again. A row with a guide ends at the end of its grammar, or at ``max_new_tokens``.
+        A beam copies the guide of the beam that it continues.
       padded: return ``result.tokens`` and log-probabilities as arrays with ``max_new_tokens`` per
         row, and ``result.lengths``.
-      logits_hook: a function that changes the logits before everything else,
-        ``hook(logits, tokens, length) -> logits``: float32[batch, vocab], the tokens of each row in
-        these prompts and the new text, int32[batch, room], and their number, int32[batch]. It must
-        be pure and use jax.numpy; it is traced once for every program.
+      logits_hook: a function that changes the logits before everything else, ``hook(logits, tokens,
+        length) -> logits``. ``logits``: float32[batch, vocab]. ``tokens``: int32[batch, room], the
+        prompt and the new tokens of each row, then padding. ``length``: int32[batch], how many of
+        ``tokens`` are real. It must be pure and use jax.numpy; it is traced once for every program.
       draft: proposes tokens that the model verifies, several per pass: ``"lookup"`` or
         ``PromptLookup`` for tokens that followed the same tokens earlier in the sequence; another
         model with the same tokenizer; or ``DraftModel``. The result is the same as without a draft,

@@ -187,8 +187,8 @@ class LanguageModel:
         return replace(self, params=without_weak_types(params))
 
     def put(self, params: PyTree) -> PyTree:
-        """Cast parameters to this model's dtypes, and move them to its devices and shardings. For
-        parameters of a trainer, which may have wider dtypes or other shardings.
+        """Cast parameters to this model's dtypes, and move them to its devices and shardings. Use
+        this for the parameters of a trainer, which may have wider dtypes or other shardings.
 
         Raises:
           ValueError: if names or shapes differ.

@@ -118,7 +118,8 @@ class SamplingParams:
     )
     top_p: float | None = _param(
         None,
-        help="Draw among the fewest most likely tokens that hold this share of the probability.",
+        help="Draw from the smallest set of most likely tokens whose total probability is at least "
+        "this.",
         range="above 0 and at most 1",
         allowed=lambda x: 0 < x <= 1,
         example=0.9,
@@ -139,8 +140,8 @@ class SamplingParams:
     )
     typical_p: float | None = _param(
         None,
-        help="Draw among the tokens whose information content is closest to the entropy, the "
-        "fewest that hold this share of the probability.",
+        help="Draw from the tokens whose information content is closest to the entropy: the "
+        "smallest set with at least this total probability.",
         range="above 0 and at most 1",
         allowed=lambda x: 0 < x <= 1,
         example=0.9,
@@ -212,8 +213,8 @@ class SamplingParams:
     )
     min_new_tokens: int = _param(
         0,
-        help="No end-of-text token before a row has this many new tokens. A stop string counts "
-        "only if a later token completes it.",
+        help="The minimum number of new tokens. No end-of-text token is drawn before, and stop "
+        "strings that are complete by then are ignored.",
         range="an integer >= 0",
         allowed=lambda x: 0 <= x < math.inf and x == int(x),
         example=2,
