@@ -186,8 +186,9 @@ def cached_attention(
 ) -> CachedAttention:
     """The ``attention_fn`` of a layer.
 
-    Inside ``running`` it uses the call's cache. Outside it is ``own``, Flax's function, or kvjax's
-    uncached attention if the layer has ``rotary`` positions or options in ``sight``.
+    Inside ``running`` it uses the call's cache. Outside of ``running``, it calls ``own``, Flax's
+    function, or, if ``rotary`` or an option of ``sight`` is given, kvjax's causal attention without
+    a cache.
 
     Raises:
       ValueError: if ``layer`` is not a layer index.

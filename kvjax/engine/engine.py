@@ -194,8 +194,8 @@ class Engine:
           {sampling parameters}
           logit_bias: as for ``generate``.
           seed: the seed of the request's random numbers.
-          logprobs: report the log-probability of each new token, and this many of the likeliest
-            tokens, at most 20.
+          logprobs: a number ``k``, at most 20: report the log-probability of each new token, and
+            the ``k`` most likely tokens.
           prompt_logprobs: the same for each prompt token after the first, as
             ``Handle.prompt_logprobs``. The whole prompt is then computed, even if a prefix of it is
             cached.

@@ -1,4 +1,4 @@
-"""Prefix caching: requests share the pages of sequences that begin alike."""
+"""Prefix caching: requests share the pages of common prefixes."""
 
 from kvjax.prefixes.tree import PrefixStats, PrefixTree
 
