@@ -792,7 +792,7 @@ def test_a_model_on_another_device_than_the_default_one(tiny_llama):
 @pytest.mark.slow
 def test_a_cache_given_that_is_too_small_can_be_grown(tiny_llama):
     cache = kvjax.generate(tiny_llama, [[1, 2]], max_new_tokens=2, max_len=8).cache
-    with pytest.raises(ValueError, match=r"holds 8: call kvjax\.grow\(cache, 11\)"):
+    with pytest.raises(ValueError, match=r"capacity is 8: call kvjax\.grow\(cache, 11\)"):
         kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=cache)
     grown = kvjax.grow(cache, 11)
     assert kvjax.generate(tiny_llama, [[3]], max_new_tokens=8, cache=grown).stats.new_tokens

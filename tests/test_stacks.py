@@ -346,7 +346,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     mixed, cache = one_after_the_other(empty("int8"))
     assert np.all(np.isfinite(mixed)) and np.all(np.isfinite(kvjax.read(cache, LAYERS - 1)[0]))
     for wrong in (lambda c: kvjax.attend(numbers(BLOCK + 1)[0], c, 0), lambda c: kvjax.read(c, 0)):
-        with pytest.raises(ValueError, match="for the last layer only"):
+        with pytest.raises(ValueError, match="only for the layer that was appended to last"):
             wrong(cache)
 
     def early(cache):
@@ -357,7 +357,7 @@ def test_what_a_long_call_sees_raw_is_of_the_last_layer():
     call = kvjax.step(empty("int8"), BLOCK + 1)
     queries, keys, values = numbers(BLOCK + 1)
     _, call = call.attend(0, queries, keys, values)
-    with pytest.raises(ValueError, match="for the last layer only"):
+    with pytest.raises(ValueError, match="only for the layer that was appended to last"):
         call.attend(0, queries)
     kvjax.attend(queries[:, :, :2], one_after_the_other(empty("int8"), 2)[1], 0)  # short enough
 
