@@ -236,7 +236,7 @@ def test_bad_input(tmp_path: Any) -> None:
         lambda: kvjax.rollout(
             read, lm.params, [[0]] * 2, max_new_tokens=4
         ): "set the new ones first",
-        lambda: reader(lm.params, tokens, lengths, empty(40)): "room for 40 tokens",
+        lambda: reader(lm.params, tokens, lengths, empty(40)): "at most 40 tokens",
         lambda: reader(
             lm.params, tokens, lengths, read.params["source"]
         ): "already contains tokens",
