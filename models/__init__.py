@@ -13,10 +13,7 @@ from .config import (
     Cohere2Config,
     GemmaConfig,
     GPT2Config,
-    Llama4Config,
     LlamaConfig,
-    MixtralConfig,
-    MoeConfig,
     NeoXConfig,
     Phi3Config,
     RopeConfig,
@@ -25,6 +22,7 @@ from .config import (
 from .config_fields import supported
 from .config_gemma import Gemma3nConfig, Gemma4Config
 from .config_json import read_config
+from .config_moe import Llama4Config, MixtralConfig, MoeConfig
 from .loading import load
 from .rope import model_rotary
 from .text import Tokenizer

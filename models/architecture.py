@@ -27,15 +27,13 @@ from .config import (
     Config,
     GemmaConfig,
     GPT2Config,
-    Llama4Config,
     LlamaConfig,
-    MixtralConfig,
-    MoeConfig,
     NeoXConfig,
     Phi3Config,
     T5Config,
 )
 from .config_gemma import Gemma3nConfig, Gemma4Config, SharingConfig
+from .config_moe import Llama4Config, MixtralConfig, MoeConfig
 from .decoder import Cohere2, Decoder, Phi3
 from .frame import Frame, check_cache_of, check_devices, unknown_tokens, without_unknown
 from .gemma import Gemma3n, Gemma4

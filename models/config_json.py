@@ -8,18 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from .config import (
-    Cohere2Config,
-    Config,
-    GPT2Config,
-    Llama4Config,
-    LlamaConfig,
-    MixtralConfig,
-    MoeConfig,
-    NeoXConfig,
-    Phi3Config,
-    T5Config,
-)
+from .config import Cohere2Config, Config, GPT2Config, LlamaConfig, NeoXConfig, Phi3Config, T5Config
 from .config_fields import (
     FAMILIES,
     Family,
@@ -30,6 +19,7 @@ from .config_fields import (
     refused,
 )
 from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
+from .config_moe import Llama4Config, MixtralConfig, MoeConfig
 from .files import Fields, read_json
 from .layers import ACTIVATIONS
 from .multimodal import text_fields

@@ -25,8 +25,9 @@ from jaxtyping import Array, Float, Int
 from kvjax.core.validation import CheckpointError
 
 from . import decoder
-from .config import DecoderConfig, Llama4Config, MoeConfig
+from .config import DecoderConfig
 from .config_gemma import Gemma4Config
+from .config_moe import Llama4Config, MoeConfig
 from .files import Stored, StoredTensor
 from .frame import LayerContext
 from .layers import ACTIVATIONS, FeedForward, Hidden, Linear, contract_last, normal, unit

@@ -90,8 +90,8 @@ def empty(
 
 
 def step(cache: Any, begins: Any, take: Any, width: int, text: Any, of: Any = None) -> Any:
-    """Feed each row so many tokens from where it stands, padded to a width; their outputs, with
-    zeros for the padding. ``of``: the text of each row, where that is not the row's own."""
+    """Append ``take`` tokens to each row, from position ``begins`` on, padded to a width; their
+    outputs, with zeros for the padding. ``of``: the text of each row, if it is another row's."""
     order = np.arange(len(begins)) if of is None else np.asarray(of)
     at = np.minimum(np.asarray(begins)[:, None] + np.arange(width), TOKENS - 1)
     parts = (np.take_along_axis(x[order], at[:, None, :, None], axis=2) for x in text)

@@ -24,13 +24,12 @@ from kvjax.models.config import (
     Cohere2Config,
     GemmaConfig,
     GPT2Config,
-    Llama4Config,
-    MoeConfig,
     NeoXConfig,
     Phi3Config,
     RopeConfig,
 )
 from kvjax.models.config_gemma import Gemma3nConfig, Gemma4Config
+from kvjax.models.config_moe import Llama4Config, MoeConfig
 from tests.checkpoints import write_llama
 from tests.matrix import FULL, cells, tiny_config
 from tests.meshes import SHAPES, close, mesh, model_of

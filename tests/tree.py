@@ -35,7 +35,7 @@ def listed(page: str) -> list[Path]:
 
 
 def lines(folder: Path, order: list[Path], indent: str = "  ") -> list[str]:
-    """The lines of what is in a folder."""
+    """A line for each file and folder in a folder."""
     there = [path for path in folder.iterdir() if path != ROOT / "kvjax" / "models"]
     there = [path for path in there if path.suffix == ".py" or (path / "__init__.py").exists()]
     if indent != "  ":

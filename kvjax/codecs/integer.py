@@ -42,7 +42,7 @@ class Integer(ScaledCodec):
     With a zero point, a number is ``zero + scale * code``: asymmetric quantization from the minimum
     of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without one, a number is
     ``scale * (code - middle)``: symmetric quantization up to the largest magnitude of the group.
-    With 8 bits, one code stands for 0, and one code is unused. With fewer bits, 0 lies between two
+    With 8 bits, one code means 0, and one code is unused. With fewer bits, 0 lies between two
     codes, so that all codes are used. Scales are rounded up and zero points down, so the error is
     at most half a scale. With one bit, the two values are the group's mean plus and minus its mean
     absolute deviation.

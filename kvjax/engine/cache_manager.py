@@ -245,7 +245,7 @@ def _locked(path: Sequence[Node]) -> Iterator[None]:
 DEFAULT_ROWS = 8
 """Rows of an engine whose limits have no ``max_batch_size``."""
 DEFAULT_MEMORY_RATIO = 0.9
-"""Largest share of the device memory beside the weights that pools take by default."""
+"""The share of the device memory left by the weights that pools take by default, at most."""
 
 
 def engine_pool_config(

@@ -74,7 +74,7 @@ class RunningSequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of its prompt has not been dispatched."""
+        """Whether part of its prompt still waits to be dispatched."""
         return self.length < len(self.prompt)
 
     @property

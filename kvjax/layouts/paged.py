@@ -171,8 +171,8 @@ class Paged(Layout):
         return xp(pages).where(pages < self.sink_pages, pages, reused)
 
     def pages_in(self, written: PerRow) -> jax.Array:
-        """int[batch, columns]: the page that each column holds or held last; if it has not been
-        used, the first page that it will hold."""
+        """int[batch, columns]: the page that each column holds, or held last. An unused column
+        has the first page that it will hold."""
         columns = arange_row(self.columns)
         if self.straight:
             return jnp.broadcast_to(columns, (*written.shape, self.columns))

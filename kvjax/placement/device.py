@@ -152,8 +152,8 @@ class Host(Device):
     ``prefetch``: with 0, attention fetches the filled blocks one after another, so that at most one
     is on the device. With ``k``, the whole body of layer ``i + k``, filled or not, is fetched while
     layer ``i`` is computed, and up to ``k + 1`` bodies are on the device. This is meant for
-    accelerators, and has no effect on stacks. Whether accelerators overlap these copies with
-    computation has not been measured; the TPU compiler puts them inside a conditional.
+    accelerators, and has no effect on stacks. It is not measured whether accelerators overlap
+    these copies with computation; the TPU compiler puts them inside a conditional.
 
     Example:
       ```python

@@ -175,7 +175,7 @@ def test_embeddings_that_a_file_holds_twice(case: Case, tmp_path: Path) -> None:
     for name in ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight"):
         lm = written(name, 1.0).with_encoder_inputs(case.texts)
         assert apart(jax.jit(lm.apply)(lm.params, case.target), case.logits) <= TOLERANCE
-    with pytest.raises(kvjax.CheckpointError, match=r"encoder.embed_tokens.weight .*, and differ"):
+    with pytest.raises(kvjax.CheckpointError, match=r"encoder.embed_tokens.weight .*, but differ"):
         written("encoder.embed_tokens.weight", 2.0)
 
 
