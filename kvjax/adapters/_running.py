@@ -1,7 +1,7 @@
 """The running call, for framework layers that only receive queries, keys and values.
 
-A model can't pass a call through such layers, so they find it in a context variable. The
-``attention_fn`` that Flax NNX and Linen share does so.
+A model can't pass a call through such layers, so the layers read it from a context variable. The
+``attention_fn`` of Flax NNX and Linen works this way.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ _current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
 
 
 class RunningCall:
-    """A call that is running: each attention layer updates ``step`` for the next one."""
+    """A call that is running. Each attention layer replaces ``step``, and the next layer uses the
+    new one."""
 
     def __init__(self, step: Step) -> None:
         self.step, self._ended = step, False
@@ -50,7 +51,7 @@ class RunningCall:
         rotary: RotaryTable | None = None,
         **sight: Unpack[AttentionOptions],
     ) -> TokensFirst:
-        """``kvjax.attention.Step.attend`` with the axes of ``TokensFirst``."""
+        """Call ``kvjax.attention.Step.attend`` with arrays in the axis order of ``TokensFirst``."""
         if self._ended:
             raise ValueError("the call has ended: call done() after the model's last layer")
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, values))
@@ -67,14 +68,14 @@ class RunningCall:
 def running(
     cache: KVCache | None, tokens: Tokens | int, *, lengths: Counts | None = None
 ) -> Iterator[RunningCall]:
-    """Run a model's layers as one call on a cache; see ``kvjax.step`` for arguments and errors::
+    """Run a model's layers as one call on a cache. Arguments and errors are as for ``kvjax.step``::
 
         with running(cache, tokens, lengths=lengths) as call:
             logits = model(tokens)      # its layers have this module's attention
         return logits, call.done()
 
-    The layers must be traced together with the call, not inside a scan, ``remat`` or ``jit`` of
-    their own, because the updated cache can't leave those. Such models pass a
+    The layers must be traced together with the call. They must not be inside another scan,
+    ``remat`` or ``jit``, because the updated cache can't leave it. Models with such layers pass a
     ``kvjax.attention.Step`` from layer to layer instead.
 
     Example:
@@ -107,7 +108,8 @@ def current_call() -> RunningCall | None:
 def positions(tokens: Array) -> Positions:
     """Positions of tokens [batch, new], for learned position embeddings.
 
-    They are int32[batch, new] in a running call, and 0 to ``new - 1``, [1, new], outside of one.
+    Inside ``running``, returns the positions in the cache, int32[batch, new]. Otherwise returns 0
+    to ``new - 1``, int32[1, new].
 
     Example:
       ```python
@@ -136,15 +138,16 @@ def call_model(
 
 
 def check_layer_number(layer: object) -> int:
-    """Check the index of a layer that an attention is created for."""
+    """Check and return the index of a layer, an integer from 0 on."""
     return as_int("layer", layer, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class CachedAttention:
-    """An ``attention_fn``.
+    """An ``attention_fn`` that uses the cache of the running call.
 
-    Two are equal if they have the same arguments, so programs of equal models are compiled once.
+    Two of them are equal if they were created with the same arguments, so programs of equal models
+    are compiled once.
     """
 
     layer: int
@@ -154,7 +157,7 @@ class CachedAttention:
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """The signature of ``own``, because Linen passes only arguments that the signature has."""
+        """The signature of ``own``. Linen passes only arguments that are in the signature."""
         return inspect.signature(self.own)
 
     def _key(self) -> tuple[object, ...]:
@@ -184,11 +187,11 @@ class CachedAttention:
 def cached_attention(
     layer: int, own: Callable[..., TokensFirst], rotary: RotaryTable | None, sight: AttentionOptions
 ) -> CachedAttention:
-    """The ``attention_fn`` of a layer.
+    """Create the ``attention_fn`` of a layer.
 
-    Inside ``running`` it uses the call's cache. Outside of ``running``, it calls ``own``, Flax's
-    function, or, if ``rotary`` or an option of ``sight`` is given, kvjax's causal attention without
-    a cache.
+    Inside ``running``, the function uses the call's cache. Outside of ``running``, it calls
+    ``own``, Flax's function. If ``rotary`` or an option of ``sight`` is given, it calls kvjax's
+    causal attention without a cache instead.
 
     Raises:
       ValueError: if ``layer`` is not a layer index.

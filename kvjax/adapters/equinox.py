@@ -27,23 +27,25 @@ def attend(
     rotary: RotaryTable | None = None,
     **sight: Unpack[AttentionOptions],
 ) -> tuple[Float[Array, "batch new out"], Step]:
-    """Causal self-attention with a cache, with an ``eqx.nn.MultiheadAttention``'s projections.
+    """Compute causal self-attention with a cache and the projections of an
+    ``eqx.nn.MultiheadAttention``.
 
-    Equinox calls modules on a single row; here all rows are computed together.
+    Equinox calls modules on a single row. This function computes all rows together.
 
     Args:
-      attention: the module, or any object with ``num_heads`` and with ``query_proj``,
-        ``key_proj``, ``value_proj`` and ``output_proj``, which map the features of a token. There
-        may be fewer key-value heads than query heads.
+      attention: the module. Any other object works if it has ``num_heads`` and the functions
+        ``query_proj``, ``key_proj``, ``value_proj`` and ``output_proj``, which map the features of
+        one token. There may be fewer key-value heads than query heads.
       x: the module's input.
-      call: the call of ``kvjax.step``.
+      call: the call that ``kvjax.step`` returned.
       layer: index of the layer.
-      rotary: the table to rotate queries and keys with, or None.
-      sight: ``window`` and the other options of ``kvjax.attend``. ``scale`` is by default
+      rotary: the table that rotates queries and keys; None to rotate nothing.
+      sight: ``window`` and the other options of ``kvjax.attend``. By default ``scale`` is
         ``head_dim ** -0.5``.
 
     Returns:
-      The module's output for each row, and the call with the layer's tokens.
+      The module's output for each row, and the call, to which the layer's keys and values were
+      appended.
 
     Example:
       ```python
@@ -66,7 +68,7 @@ def attend(
 
 
 def as_function(model: eqx.Module) -> tuple["ModelFunction", PyTree]:
-    """``apply`` and ``params`` of a model for ``kvjax.language_model``.
+    """Split a model into ``apply`` and ``params``, for ``kvjax.language_model``.
 
     The model is called with ``(tokens, cache, lengths)`` and returns ``(logits, cache)``.
 
@@ -99,7 +101,7 @@ def as_function(model: eqx.Module) -> tuple["ModelFunction", PyTree]:
 
 @dataclass(frozen=True)
 class ModelFunction:
-    """A model without its arrays; equal for models of the same structure."""
+    """A model without its arrays. Two are equal if their models have the same structure."""
 
     leaves: tuple[object, ...]
     structure: Any
@@ -119,5 +121,5 @@ class ModelFunction:
 
 
 def _map_tokens(layer: Callable[[Array], Array], x: Array) -> Array:
-    """Apply a layer of a token's features to all tokens."""
+    """Apply a layer to the features of each token."""
     return jax.vmap(jax.vmap(layer))(x)

@@ -25,7 +25,7 @@ from kvjax.policies.model_config import common_heads, decoder_config, layer_head
 ApplyFunction = Callable[..., tuple[Array, KVCache | None]]
 _REQUIRED = ("params", "tokens", "cache", "lengths")
 _OPTIONAL = ("last_only", "max_len")
-"""Arguments that a function receives if it has parameters of these names."""
+"""Parameters that a user's function may have. kvjax passes them only if it has them."""
 
 
 def language_model(
@@ -50,24 +50,24 @@ def language_model(
 
     Args:
       apply: a pure function ``(params, tokens, cache, lengths) -> (logits, cache)``. ``tokens``:
-        int32[batch, new], right-padded. ``cache``: a ``KVCache``, or None to run without a cache;
-        then the returned cache is ignored. ``lengths``: int32[batch], the number of real tokens per
-        row, or None if all are real. Logits: [batch, new, vocab]. Two more parameters are optional.
-        ``last_only`` is True if only the logits of each row's last real token are needed; then
-        they may be [batch, 1, vocab]. ``max_len`` is the length for length-dependent rotary
-        frequencies without a cache. Programs are compiled once per function, so don't define
-        the function anew for every call.
+        int32[batch, new], right-padded. ``cache``: a ``KVCache``, or None to run without a cache
+        (the returned cache is then ignored). ``lengths``: int32[batch], the number of real tokens
+        per row, or None if all are real. Logits are [batch, new, vocab]. Two more parameters are
+        optional. ``last_only`` is True if only the logits of each row's last real token are needed;
+        they may then be [batch, 1, vocab]. ``max_len`` is the sequence length for rotary
+        frequencies that depend on it, when there is no cache. Programs are compiled once per
+        function object, so don't define a new function for every call.
       config: an object or a mapping with ``num_hidden_layers``, ``num_key_value_heads``,
         ``head_dim`` and ``vocab_size``, as in Transformers, whose configs work too. ``dtype``, used
-        for caches, defaults to the most common dtype of ``params``. Optional: ``position_limit``,
-        the number of positions that the model has; ``windows`` or ``layer_types``; ``stacked``,
-        True for a model that scans over its layers and so needs stacked caches;
-        ``num_attention_heads`` and ``hidden_size``, which ``plan`` needs.
+        for caches, defaults to the most common dtype of ``params``. Optional attributes are
+        ``position_limit`` (the number of positions that the model supports), ``windows`` or
+        ``layer_types``, and ``stacked`` (True if the model scans over its layers, and so needs
+        stacked caches). ``plan`` also needs ``num_attention_heads`` and ``hidden_size``.
       params: a pytree of arrays.
       tokenizer: a tokenizer of kvjax, Transformers or ``tokenizers``, or any object with
         ``encode(text)`` and ``decode(ids)``; None if prompts are token ids.
       eos_token_ids: tokens that end a text; by default the config's ``eos_token_id``, if present.
-      pad_token_id: the token that pads rows; any token works.
+      pad_token_id: the token that pads rows. Any token of the vocabulary works.
       specs: the ``PartitionSpec`` of each parameter over a mesh, as a pytree like ``params`` or a
         prefix of it. By default parameters are replicated.
 
@@ -110,7 +110,7 @@ def language_model(
 
 
 def _config(config: object, params: PyTree) -> Any:
-    """The decoder's config, with a dtype."""
+    """The config of the decoder. If it has no dtype, one is added."""
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
     config = decoder_config(config)
@@ -137,7 +137,7 @@ class _ConfigWith:
         vars(self).update(attributes, _config=config)
 
     def get_text_config(self, decoder: bool = True) -> "_ConfigWith":
-        """The config itself, which is already the decoder's."""
+        """Return the config itself, which is already the decoder's."""
         return self
 
     def __getattr__(self, name: str) -> object:
@@ -147,7 +147,11 @@ class _ConfigWith:
 
 
 def _optional_parameters(apply: ApplyFunction, name: str) -> tuple[str, ...]:
-    """The optional parameters that a function has; an error if it lacks a required one."""
+    """Return the names of the optional parameters that a function has.
+
+    Raises:
+      ValueError: if the function lacks a required parameter or is not hashable.
+    """
     try:
         hash(apply)
         signature = inspect.signature(apply)
@@ -167,7 +171,8 @@ def _ids(tokens: int | Iterable[int] | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class FunctionModel:
-    """A function as a model without parameters, like ``kvjax.models.Architecture``.
+    """A model whose computation is the user's function. It has the methods of
+    ``kvjax.models.Architecture``.
 
     Two are equal if they have the same function and parameters of the same shapes, because these
     determine the traced programs. ``config`` and ``specs`` are not compared: they only determine
@@ -253,7 +258,11 @@ class FunctionModel:
     def _check(
         self, result: object, tokens: tuple[int, ...], cache: KVCache | None, last_only: bool
     ) -> tuple[Array, KVCache]:
-        """The function's result, or a ``ValueError`` that says what is wrong with it."""
+        """Check the result of the function, and return it.
+
+        Raises:
+          ValueError: if the result is not logits of the right shape and the updated cache.
+        """
         name = getattr(self.function, "__name__", type(self.function).__name__)
         if not isinstance(result, tuple) or len(result) != 2:
             raise ValueError(f"{name} must return (logits, cache), got {_type(result)}")
@@ -309,7 +318,7 @@ def _type(x: Any) -> str:
 
 
 def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
-    """Adapt a tokenizer for generation; None and tokenizers of kvjax are returned unchanged.
+    """Wrap a tokenizer for use in generation. None and kvjax's tokenizers are returned unchanged.
 
     Raises:
       ValueError: if the tokenizer has no ``encode`` or ``decode``.
@@ -323,10 +332,10 @@ def as_tokenizer(tokenizer: Any) -> Tokenizer | None:
 
 
 class TokenizerAdapter:
-    """A tokenizer with ``encode(text)`` and ``decode(ids)``.
+    """A wrapper for a tokenizer that has ``encode(text)`` and ``decode(ids)``.
 
-    The keywords ``add_special_tokens`` and ``skip_special_tokens`` are passed on if the tokenizer
-    has them, as Transformers' tokenizers do.
+    It passes the keywords ``add_special_tokens`` and ``skip_special_tokens`` on if the tokenizer
+    accepts them, as Transformers' tokenizers do.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -340,18 +349,18 @@ class TokenizerAdapter:
         return getattr(self.tokenizer, "pad_token_id", None)
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         options = {"add_special_tokens": add_special_tokens} if self._has_add else {}
         encoding = self.tokenizer.encode(text, **options)
         return [int(i) for i in getattr(encoding, "ids", encoding)]
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         options = {"skip_special_tokens": skip_special_tokens} if self._has_skip else {}
         return str(self.tokenizer.decode([int(i) for i in ids], **options))
 
     def stream(self, after: Iterable[int] = (), /) -> TextStream:
-        """A decoder that returns text as tokens arrive."""
+        """Return a decoder that yields text as tokens arrive."""
         return TextStream(self.decode, after)
 
 

@@ -14,7 +14,7 @@ __all__ = ["GroupQueryAttention", "MultiHeadAttention", "as_function", "position
 
 
 class _IndexedLayer(keras.layers.Layer):
-    """A layer with its index in the model."""
+    """A Keras layer that knows its index in the model."""
 
     def __init__(self, *args: object, layer: int, **options: object) -> None:
         """Create a layer with Keras's arguments and its index ``layer``.
@@ -26,15 +26,15 @@ class _IndexedLayer(keras.layers.Layer):
         self.layer = check_layer_number(layer)
 
     def get_config(self) -> dict[str, object]:
-        """Keras's config, with ``layer``."""
+        """Return Keras's config and ``layer``."""
         return {**super().get_config(), "layer": self.layer}
 
 
 class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
     """``keras.layers.MultiHeadAttention(..., layer=)`` with a cache.
 
-    Inside ``running`` it appends keys and values to the cache and attends to it, causally and
-    within its ``sliding_window``; masks are ignored.
+    Inside ``running`` it appends keys and values to the cache and attends to the cache. Attention
+    is then causal and limited to ``sliding_window``, and masks are ignored.
 
     Example:
       ```python
@@ -74,19 +74,19 @@ class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
         call = current_call()
         if call is None:
             return super()._compute_attention(query, key, value, *args, **options)
-        # Keras has repeated keys and values for every query head.
+        # Keras has already repeated keys and values for every query head. Undo this.
         keys, values = (x[:, :, :: self.num_repeats] for x in (key, value))
         return call.attend(self.layer, query, keys, values, window=self.sliding_window), None
 
 
 def as_function(model: keras.Model) -> tuple["ModelFunction", PyTree]:
-    """``apply`` and ``params`` of a built model for ``kvjax.language_model``.
+    """Split a built model into ``apply`` and ``params``, for ``kvjax.language_model``.
 
-    The model takes tokens [batch, new] of any width and returns logits; its attention layers must
+    The model takes tokens [batch, new] of any width and returns logits. Its attention layers must
     come from this module. After training, ``params_of`` returns the new parameters.
 
     Raises:
-      ValueError: if Keras uses another backend than JAX, or the model is not built.
+      ValueError: if Keras does not use JAX as its backend, or the model is not built.
 
     Example:
       ```python
@@ -111,7 +111,7 @@ def as_function(model: keras.Model) -> tuple["ModelFunction", PyTree]:
 
 
 def params_of(model: keras.Model) -> dict[str, list[Array]]:
-    """The arrays of a model's variables, as ``ModelFunction`` takes them."""
+    """Return the arrays of a model's variables, as ``ModelFunction`` needs them."""
     return {
         "trainable": [variable.value for variable in model.trainable_variables],
         "others": [variable.value for variable in model.non_trainable_variables],

@@ -1,8 +1,8 @@
 """KerasHub: language models with kvjax's cache instead of ``call_with_cache``.
 
-KerasHub's attention layers look for a serving context, made for its vLLM bridge. It holds the
-positions of tokens and an attention function, which here is kvjax's. Layers are numbered in the
-order of their calls.
+KerasHub's attention layers look for a serving context, which was made for its vLLM bridge. The
+context holds the positions of tokens and an attention function. This adapter supplies kvjax's
+attention function. Layers are numbered in the order in which they are called.
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,8 @@ def as_language_model(model: Model, **options: Any) -> LanguageModel:
         other options of ``kvjax.language_model``.
 
     Raises:
-      ValueError: if Keras uses another backend than JAX, or the backbone lacks a number.
+      ValueError: if Keras does not use JAX as its backend, or the backbone lacks an attribute, such
+        as the number of heads.
 
     Example:
       ```python
@@ -70,7 +71,7 @@ def as_language_model(model: Model, **options: Any) -> LanguageModel:
 
 @dataclass(frozen=True, eq=False)
 class CausalFunction:
-    """A backbone and its tied head as a pure function."""
+    """A backbone and its tied output head as a pure function."""
 
     backbone: Model
 
@@ -82,7 +83,7 @@ class CausalFunction:
     def __call__(
         self, params: PyTree, tokens: Tokens, cache: KVCache | None, lengths: Counts | None
     ) -> tuple[Array, KVCache | None]:
-        """Run the model; its layers get every token as a row of its own."""
+        """Run the model. Its layers receive every token as a separate row."""
         batch, new = tokens.shape
         call, layer = step(cache, tokens, lengths=lengths), 0
 
@@ -134,17 +135,17 @@ class CausalFunction:
 
 
 class _Tokenizer:
-    """A tokenizer of KerasHub that returns lists of ids."""
+    """A KerasHub tokenizer that returns ids as lists."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         return [int(i) for i in self.tokenizer.tokenize(text)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of token ids."""
+        """Return the text of token ids."""
         return str(self.tokenizer.detokenize(ids))
 
 

@@ -19,10 +19,9 @@ __all__ = ["as_function", "attention_fn", "positions", "running"]
 def attention_fn(
     layer: int, *, rotary: RotaryTable | None = None, **sight: Unpack[AttentionOptions]
 ) -> Callable[..., TokensFirst]:
-    """The ``attention_fn`` of an ``nn.MultiHeadDotProductAttention``, with a cache.
-
-    See ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan`` can't use it; their modules
-    pass a ``kvjax.attention.Step`` from layer to layer instead.
+    """Create an ``attention_fn`` with a cache, for an ``nn.MultiHeadDotProductAttention``.
+    Arguments and errors are as for ``kvjax.adapters.nnx.attention_fn``. Layers inside ``nn.scan``
+    can't use it. Their modules pass a ``kvjax.attention.Step`` from layer to layer instead.
 
     Example:
       ```python
@@ -37,11 +36,12 @@ def attention_fn(
 
 
 def as_function(module: nn.Module) -> "ModuleFunction":
-    """``apply`` of a module for ``kvjax.language_model``; its variables are the parameters.
+    """Turn a module into ``apply`` for ``kvjax.language_model``. The module's variables are the
+    parameters.
 
-    The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
-    cache)``. If it has no parameter ``cache``, it is called with tokens inside ``running`` and
-    returns logits; its attention must then use ``attention_fn``.
+    The module's parameters must have the names ``(tokens, cache, lengths)``, and it returns
+    ``(logits, cache)``. A module without a parameter ``cache`` is called with tokens inside
+    ``running`` and returns logits. Its attention must then use ``attention_fn``.
 
     Example:
       ```python
@@ -68,7 +68,7 @@ def as_function(module: nn.Module) -> "ModuleFunction":
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module as a function; equal for equal modules."""
+    """A module as a function. Two are equal if their modules are equal."""
 
     module: nn.Module
 

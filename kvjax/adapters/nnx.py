@@ -19,15 +19,16 @@ __all__ = ["as_function", "attention_fn", "positions", "running"]
 def attention_fn(
     layer: int, *, rotary: RotaryTable | None = None, **sight: Unpack[AttentionOptions]
 ) -> Callable[..., TokensFirst]:
-    """The ``attention_fn`` of an ``nnx.MultiHeadAttention``, with a cache.
+    """Create an ``attention_fn`` with a cache, for an ``nnx.MultiHeadAttention``.
 
-    Inside ``running`` it appends the layer's keys and values to the cache and attends to it. It is
-    causal and ignores masks there. Outside of ``running``, it calls ``nnx.dot_product_attention``
-    or, if ``rotary`` or an option of ``sight`` is given, kvjax's causal attention without a cache.
+    Inside ``running``, the function appends the layer's keys and values to the cache and attends to
+    the cache. Attention is then causal, and masks are ignored. Outside of ``running``, the function
+    calls ``nnx.dot_product_attention``. If ``rotary`` or an option of ``sight`` is given, it calls
+    kvjax's causal attention without a cache instead.
 
     Args:
       layer: index of the layer.
-      rotary: the table to rotate queries and keys with, or None.
+      rotary: the table that rotates queries and keys; None to rotate nothing.
       sight: ``scale``, ``window`` and the other options of ``kvjax.attend``.
 
     Raises:
@@ -48,13 +49,13 @@ def attention_fn(
 
 
 def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
-    """``apply`` and ``params`` of a module for ``kvjax.language_model``.
+    """Split a module into ``apply`` and ``params``, for ``kvjax.language_model``.
 
-    The module is called with ``(tokens, cache, lengths)``, by these names, and returns ``(logits,
-    cache)``. If it has no parameter ``cache``, it is called with tokens inside ``running`` and
-    returns logits; its attention must then use ``attention_fn``.
+    The module's parameters must have the names ``(tokens, cache, lengths)``, and it returns
+    ``(logits, cache)``. A module without a parameter ``cache`` is called with tokens inside
+    ``running`` and returns logits. Its attention must then use ``attention_fn``.
 
-    After updating the module's state, call ``as_function`` again: the function is equal to the
+    After updating the module's state, call ``as_function`` again. The new ``apply`` is equal to the
     earlier one, so nothing is compiled again.
 
     Example:
@@ -85,7 +86,7 @@ def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module without its state; equal for modules of the same structure."""
+    """A module without its state. Two are equal if their modules have the same structure."""
 
     graph: nnx.GraphDef
 

@@ -28,8 +28,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
     """A rollout worker for an NNX module.
 
     It reads the module's parameters at every call, so an update copies and compiles nothing. Use it
-    as a cluster's engine: ``ClusterConfig(rollout_engine=functools.partial(KvjaxRollout,
-    config=..., cache=...), ...)``.
+    as the rollout engine of a cluster:
+    ``ClusterConfig(rollout_engine=functools.partial(KvjaxRollout, config=..., cache=...), ...)``.
 
     Example:
       ```python
@@ -56,12 +56,12 @@ class KvjaxRollout(base_rollout.BaseRollout):
 
         Args:
           rollout_actor: a module for ``kvjax.adapters.nnx.as_function``. It is called with
-            ``(tokens, cache, lengths)`` and returns logits and the cache; or with tokens only, if
-            its attention uses ``attention_fn``.
+            ``(tokens, cache, lengths)`` and returns logits and the cache. If its attention uses
+            ``attention_fn``, it is called with tokens only and returns logits.
           tokenizer: a tunix tokenizer with ``encode``, ``decode``, ``bos_id``, ``eos_id`` and
             ``pad_id``.
-          mesh: the cluster's mesh; parameters stay where the cluster has put them.
-          rollout_config: ignored, since ``generate`` receives one.
+          mesh: ignored, since parameters stay where the cluster has put them.
+          rollout_config: ignored, since ``generate`` receives its own.
           config: the model's config, as for ``kvjax.language_model``.
           cache: a policy, or its name.
         """
@@ -77,8 +77,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
     ) -> base_rollout.RolloutOutput:
         """Sample a completion for each prompt.
 
-        ``logprobs`` are under the distribution that tokens were sampled from. ``logits`` are not
-        returned.
+        The result's ``logprobs`` refer to the distribution that the tokens were sampled from. Its
+        ``logits`` are not set.
 
         Raises:
           ValueError: for a prompt of more than ``max_prompt_length`` tokens, or arguments that
@@ -131,9 +131,10 @@ class KvjaxRollout(base_rollout.BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **kwargs: object
     ) -> jax.Array:
-        """float32[batch, new]: log-probabilities of completions, from one pass without a cache.
+        """Compute log-probabilities of completions in one pass without a cache: float32[batch,
+        new].
 
-        ``prompt_tokens``: [batch, prompt], left-padded. ``completion_tokens``: [batch, new].
+        ``prompt_tokens`` is [batch, prompt], left-padded. ``completion_tokens`` is [batch, new].
         """
         return _logps(
             self._lm.architecture,
@@ -144,7 +145,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
         )
 
     def update_params(self, params: PyTree, filter_types: tuple[object, ...] | None = None) -> None:
-        """Set the actor's parameters: its whole state, or only the trainable part."""
+        """Replace the actor's parameters. ``params`` is its whole state, or only the trainable
+        part."""
         own = dict(nnx.to_flat_state(nnx.state(self._actor)))
         new = {}
         for path, leaf in nnx.to_flat_state(params):
@@ -154,15 +156,15 @@ class KvjaxRollout(base_rollout.BaseRollout):
         nnx.update(self._actor, nnx.from_flat_state(list(new.items())))
 
     def pad_id(self) -> int:
-        """The tokenizer's id."""
+        """The id of the tokenizer's padding token."""
         return int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """The tokenizer's id."""
+        """The id of the tokenizer's end token."""
         return int(self._tokenizer.eos_id())
 
     def model(self) -> nnx.Module:
-        """The actor."""
+        """The actor, an NNX module."""
         return self._actor
 
     def _params(self) -> PyTree:
@@ -176,7 +178,7 @@ class KvjaxRollout(base_rollout.BaseRollout):
 
 
 def _seed(seed: int | Array | None, calls: int) -> int | Array:
-    """A seed from a number or a JAX key; without one, the number of the call."""
+    """Return a seed from an integer or a JAX key. Without either, return the number of the call."""
     if seed is None:
         return calls
     if isinstance(seed, jax.Array):
@@ -187,7 +189,10 @@ def _seed(seed: int | Array | None, calls: int) -> int | Array:
 
 @functools.partial(jax.jit, static_argnames="model")
 def _logps(model: Model, params: PyTree, prompts: Array, completions: Array, pad: Array) -> Array:
-    """float32[batch, new]; rows are shifted so that each starts with its first real token."""
+    """Compute the log-probabilities of completions, float32[batch, new].
+
+    Rows are shifted so that each starts with its first real token.
+    """
     real, (width, new) = prompts != pad, (prompts.shape[1], completions.shape[1])
     padding = jnp.where(jnp.any(real, axis=1), jnp.argmax(real, axis=1), width).astype(jnp.int32)
     tokens = jnp.concatenate([prompts, completions], axis=1)

@@ -1,10 +1,11 @@
 """Attention of queries to a cache, or of a sequence to itself.
 
-By default ``attend`` walks the cache in blocks and merges them by the online softmax (Milakov and
-Gimelshein, arXiv:1805.02867; FlashAttention, Dao et al., arXiv:2205.14135). It never forms the
-whole score matrix or a decoded copy of a layer. Its cost follows the filled length: ``lax.cond``
-inside a ``scan`` of static length skips blocks that no query sees. This is as cheap as a loop of
-dynamic length, and differentiable. ``paths.py`` lists the other paths and when they are taken.
+By default ``attend`` reads the cache block by block and merges the results with the online softmax
+(Milakov and Gimelshein, arXiv:1805.02867; FlashAttention, Dao et al., arXiv:2205.14135). It never
+forms the whole score matrix or a decoded copy of a layer. Its cost depends on the filled length:
+``lax.cond`` inside a ``scan`` of static length skips blocks that no query sees. This is as cheap as
+a loop of dynamic length, and also differentiable. ``paths.py`` lists the other implementations
+(paths) and when each is used.
 """
 
 import functools
@@ -66,31 +67,32 @@ def attend(
     causal: bool = True,
     path: str | None = None,
 ) -> AttentionOutput:
-    """Attention of new queries to the cached keys and values of their rows.
+    """Compute the attention of new queries to the cached keys and values of their rows.
 
     Call it after ``append`` and before ``advance``. Queries do not see tokens that the layout has
     dropped (``Ring``), even if ``window`` includes them.
 
     Args:
       queries: [batch, heads, new, head_dim], unrotated. ``heads`` is a multiple of the cache's
-        ``kv_heads``, and consecutive heads share one.
+        ``kv_heads``. Consecutive query heads share a key-value head.
       cache: the cache that ``append`` returned.
       layer: the layer, as in ``append``.
       rotary: the table that ``append`` received.
-      lengths: int32[batch], as ``append`` received. Optional, since the cache knows them; they are
-        only checked.
-      scale: the factor of the scores; by default ``head_dim ** -0.5``.
-      window: the query at position ``p`` sees positions above ``p - window`` only.
+      lengths: int32[batch], the lengths that ``append`` received. Optional: the cache knows them,
+        and they are only checked.
+      scale: the factor by which scores are multiplied; by default ``head_dim ** -0.5``.
+      window: the query at position ``p`` sees only positions greater than ``p - window``.
       sinks: positions below ``sinks`` stay visible in spite of ``window`` (attention sinks, Xiao et
         al., arXiv:2309.17453).
-      chunk: the query at position ``p`` sees positions from ``p // chunk * chunk`` on only (Llama
+      chunk: the query at position ``p`` sees only positions from ``p // chunk * chunk`` on (Llama
         4's ``attention_chunk_size``).
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` (Gemma 2, arXiv:2408.00118).
-      bias: added to the scores, see ``Bias``.
+      bias: a function whose result is added to the scores, see ``Bias``.
       causal: if False, every query sees all tokens of its row, as a query at the last token would.
-        Use it for cross-attention to a cache that is filled once; nothing is appended then.
-      path: the name of an implementation, see ``kvjax.attention.paths``; None is the default for
-        the device. All implementations compute the same output.
+        Use this for cross-attention to a cache that was filled before. Don't append tokens in the
+        same call.
+      path: the name of an implementation (see ``kvjax.attention.paths``), or None for the device's
+        default. All implementations compute the same output.
 
     Returns:
       [batch, heads, new, head_dim] in the queries' dtype. A query that sees no token gets zeros.
@@ -100,9 +102,9 @@ def attend(
         ``advance``, or, with ``causal=False``, tokens were appended since then; ``lengths`` differ
         from the lengths that ``append`` received; ``window`` or ``soft_cap`` is not positive;
         ``sinks`` exceeds what a ring keeps; or ``path`` is unknown or does not support the inputs.
-        In a stack of layers with a tail, if a call has more tokens than a block, its queries must
-        attend to the layer that was appended to last. Otherwise this is an error too; if the
-        layer's index is traced, the result is NaN.
+        A stack of layers with a tail has one more rule. In a call of more than a block of tokens,
+        queries must attend to the layer that was appended to last. Otherwise ``attend`` raises this
+        error too, or returns NaN if the layer's index is traced.
 
     Example:
       ```python
@@ -186,7 +188,7 @@ def self_attend(
     soft_cap: float | None = None,
     bias: Bias | None = None,
 ) -> AttentionOutput:
-    """Causal attention of a sequence to itself, without a cache, as in training.
+    """Compute causal attention of a sequence to itself, without a cache, as in training.
 
     Args:
       queries: [batch, heads, new, head_dim], unrotated, at positions 0 to ``new - 1``.
@@ -194,7 +196,7 @@ def self_attend(
       rotary, scale, window, sinks, chunk, soft_cap, bias: as in ``attend``.
 
     Returns:
-      [batch, heads, new, head_dim] in the queries' dtype; differentiable.
+      [batch, heads, new, head_dim] in the queries' dtype. The function is differentiable.
 
     Raises:
       ValueError: if shapes do not fit, or ``window`` or ``soft_cap`` is not positive.
@@ -244,12 +246,12 @@ def _scale_of(queries: Queries, scale: float | None) -> float:
 def _attention_output(
     path: Path, queries: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
-    """``_attend``, by one trace for all layers that are alike. Tracing every layer would take half
-    of the time to load a compiled program.
+    """Call ``_attend`` with one trace for all equal layers. Tracing every layer separately would
+    take half of the time that it takes to load a compiled program.
 
-    A bias that is a pytree of arrays shares a trace as well. A bias that is a function may close
-    over traced arrays that are differentiated, so its trace is not cached. All paths that support a
-    bias are differentiable.
+    If the bias is a pytree of arrays, layers share a trace as well. A bias that is a function may
+    close over traced arrays that are differentiated, so its trace is not cached. All paths that
+    support a bias are differentiable.
     """
     target = view.layer_cache.policy.placement.target()
     if mask.bias is not None:
@@ -267,7 +269,8 @@ def _attention_output(
 def _attend_by_kernel(
     target: Target, path: Path, queries: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
-    """Attention by a path without a derivative, with the derivative of the path ``blocks``."""
+    """Compute attention by a path that has no derivative of its own. The derivative is that of the
+    path ``blocks``."""
     output: AttentionOutput = _attend_once(target, path, queries, view, mask)
     return output
 
@@ -282,9 +285,11 @@ def _attend_by_kernel_jvp(
 def _attend(
     target: Target, path: Path, queries: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
-    """Attention to a layer by a path, traced for a target; on a mesh by each device on its share.
+    """Compute attention to a layer by a path, traced for a target device. On a mesh, each device
+    computes its share.
 
-    ``queries``: rotated to their positions, and rotated to capped positions if those differ.
+    ``queries`` has one or two arrays: the queries rotated to their positions, and, if they differ,
+    the queries rotated to capped positions (see ``Mask.cap``).
     """
     kv_heads = view.layer_cache.kv_heads
     mesh_sharding = view.layer_cache.policy.placement.mesh_sharding
@@ -331,8 +336,8 @@ _attend_once = jax.jit(_attend, static_argnames=("target", "path"))
 
 
 def _is_cacheable(leaves: list[object], form: object) -> bool:
-    """Whether the trace of a bias can be cached: its leaves are arrays, and its structure is
-    hashable."""
+    """Whether the trace of a bias can be cached. It can if its leaves are arrays and its structure
+    is hashable."""
     try:
         hash(form)
     except TypeError:
@@ -350,5 +355,5 @@ def _attend_with_bias(
     mask: Mask,
     arrays: list[Array],
 ) -> AttentionOutput:
-    """``_attend_once`` with a bias, given as its structure and its arrays."""
+    """Call ``_attend_once`` with a bias, which is given as its tree structure and its arrays."""
     return _attend(target, path, queries, view, replace(mask, bias=form.unflatten(arrays)))

@@ -1,9 +1,9 @@
 """The paths ``blocks`` and ``buckets``: softmax over blocks, or over a prefix, of every section.
 
-``blocks`` follows the filled length by a conditional per block. An accelerator receives its work
-ahead of time, and may wait for its host at every conditional. ``buckets`` has one conditional per
-layer, among at most ``MAX_BUCKETS`` branches, one for each size of the prefix. They are compiled
-with the step.
+``blocks`` has a conditional per block, to skip empty blocks. An accelerator receives its work ahead
+of time, and may have to wait for its host at every conditional. ``buckets`` has only one
+conditional per layer. It has at most ``MAX_BUCKETS`` branches, one for each size of the prefix, and
+all are compiled with the step.
 """
 
 import functools
@@ -22,32 +22,37 @@ from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput
 
 FINE_BLOCK = 128
-"""Tokens of a block at the end of the filled part."""
+"""The tokens of a fine block. Fine blocks cover the end of the filled part."""
 COARSE_BLOCK = 1024
-"""The most tokens of other blocks. They are large enough for the CPU's threads to share a copy."""
+"""The maximum number of tokens of a coarse block. It is large enough that the CPU's threads can
+share the work of copying a block."""
 MAX_KEY_NUMBERS = 3 * 2**17
-"""The most numbers in the keys of a block, so that their copy stays in the CPU's caches."""
+"""The maximum number of numbers in the keys of a block. Their copy then stays in the CPU's
+caches."""
 QUERY_CHUNK = 256
-"""Queries that walk the blocks together. More queries would share fewer blocks."""
+"""The number of queries that are processed together, block by block. More queries would see fewer
+blocks in common."""
 WIDEN_BELOW = 16
-"""With fewer query rows, a CPU multiplies 16-bit numbers faster after widening them to float32."""
+"""With fewer query rows than this, a CPU multiplies 16-bit numbers faster after converting them to
+float32."""
 FEW_ROWS = 16
-"""With fewer query rows, a coarse block that is partly filled is cheaper than fine blocks."""
+"""With fewer query rows than this, reading a partly filled coarse block is cheaper than reading
+fine blocks."""
 MIN_FILLED_PART = 4
-"""The part of that coarse block, one in so many, that must be filled."""
+"""That coarse block is read if more than one ``MIN_FILLED_PART``-th of it is filled."""
 MIN_FILLED = 5 / 8
-"""The part of a section that queries must see for it to be multiplied in one piece."""
+"""The fraction of a section that queries must see for the section to be multiplied in one piece."""
 EVEN_BLOCK = 256
-"""Tokens of a block if all blocks have the same size."""
+"""The tokens of a block if all blocks have the same size."""
 SCORE_ARRAYS = 4
-"""How many arrays of scores are counted for a section in one piece: the products, their transpose,
-the masked scores and the weights."""
+"""The number of score-sized arrays when a section is multiplied in one piece: the products, their
+transpose, the masked scores and the weights."""
 
 
 def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput:
-    """Attention over all sections, block by block, for a chunk of queries at a time.
+    """Compute attention over all sections, block by block, for a chunk of queries at a time.
 
-    ``even``: use blocks of one size. The result of a row then does not depend, to the last bit, on
+    If ``even``, all blocks have the same size. The result of a row is then bitwise independent of
     the lengths of other rows.
     """
     # If both variants of the queries are the same array, it is carried once.
@@ -86,7 +91,7 @@ def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput
 
 
 def reference(inputs: AttentionInputs) -> AttentionOutput:
-    """The path ``reference``: softmax over each section in one piece."""
+    """Compute attention by the path ``reference``, which processes each section in one piece."""
     partials = [
         softmax_over(
             section, inputs.mask, inputs.rows(section), jnp.int32(section.first), section.size
@@ -97,8 +102,8 @@ def reference(inputs: AttentionInputs) -> AttentionOutput:
 
 
 def has_product_dtype(section: Section, rows: Array) -> bool:
-    """Whether a section can be multiplied as it is stored. Numbers kept as bits, or in float16,
-    would be converted in a copy first."""
+    """Whether a section can be multiplied as it is stored. Numbers that are stored as bits or in
+    float16 would first be converted, in a copy."""
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
     dtypes |= {str(codec.dtype) for codec in section.codecs}
     return dtypes == {rows.dtype.name} and rows.dtype != jnp.float16
@@ -116,9 +121,10 @@ def _walk_section(partial: Partial, section: Section, inputs: AttentionInputs) -
 
     if not whole:
         return walk(partial)
-    # Slices are copied before they are multiplied, a whole array is not. That pays if most of it is
-    # filled. Empty slots may hold NaN of an earlier sequence, and 0 * NaN is NaN. If the result is
-    # not finite, the blocks are walked after all, which masks empty slots.
+    # A slice is copied before it is multiplied, but a whole array is not. So multiplying the whole
+    # array is faster if most of it is filled. Empty slots may hold NaN of an earlier sequence, and
+    # 0 * NaN is NaN. If the result is not finite, it is computed again block by block, which masks
+    # empty slots.
     full = jnp.max(section.filled(inputs.length)) >= math.ceil(MIN_FILLED * section.size)
 
     @jax.checkpoint
@@ -136,7 +142,7 @@ def _walk_section(partial: Partial, section: Section, inputs: AttentionInputs) -
 
 
 def _walk_evenly(partial: Partial, section: Section, inputs: AttentionInputs) -> Partial:
-    """Add a section by blocks of one size, up to the longest row."""
+    """Add a section in blocks of one size, up to the length of the longest row."""
     rows, mask = inputs.rows(section), inputs.mask
     size = section.fit_units(min(max(EVEN_BLOCK // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
@@ -159,8 +165,9 @@ def _walk_evenly(partial: Partial, section: Section, inputs: AttentionInputs) ->
 
 
 def _fits(section: Section, rows: Array) -> bool:
-    """Whether a section can be multiplied as it is stored, and its scores take no more memory than
-    the copies of a block in float32, so that memory does not grow with the capacity."""
+    """Whether a section may be multiplied in one piece: without a conversion, and with scores that
+    take no more memory than the float32 copies of a block. The limit keeps memory from growing with
+    the capacity."""
     batch, kv_heads, count, head_dim = rows.shape
     coarse = block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
     scores = SCORE_ARRAYS * count * section.size
@@ -176,19 +183,19 @@ def _is_mostly_visible(section: Section, mask: Mask) -> bool:
 def _visit(
     partial: Partial, section: Section, rows: Array, mask: Mask, start: Array, size: int
 ) -> Partial:
-    """Add a block. The last one is moved down if it would pass the end. Units that the block before
-    has already covered do not count again."""
+    """Add a block. If the last block would extend past the end, it begins earlier. Units that it
+    shares with the previous block are not counted again."""
     origin = jnp.minimum(start, section.first + section.size - size)
     return softmax_over(section, mask, rows, origin, size, start=start, before=partial)
 
 
 def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: AttentionInputs) -> Partial:
-    """Add a section by coarse blocks while they are filled, and by fine blocks after that."""
+    """Add a section: coarse blocks as long as they are filled, then fine blocks."""
     if section.raw and section.size <= 2 * FINE_BLOCK:
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
-        # On a CPU one operation copies any number of pages, and all threads share it.
+        # On a CPU, one operation copies all pages of a block, and all threads share its work.
         limits = (1, 1) if section.pages is not None and on_cpu() else (numbers, 4)
         fine, coarse = block_sizes(section.size, section.unit, *limits)
         fine = section.fit_units(fine)
@@ -208,7 +215,7 @@ def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: Attentio
             )
             return (start + size, partial), None
 
-        # The start is carried: an array of starts would grow with the capacity.
+        # The start is part of the carry, because an array of starts would grow with the capacity.
         step = jax.checkpoint(one, prevent_cse=False)
         return control_flow.scan(step, (first, partial), length=blocks)[0][1]
 
@@ -216,7 +223,7 @@ def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: Attentio
     if coarse == fine:
         return walk(partial, begin, -(-section.size // fine), fine, stop)
     filled = jnp.clip(section.filled(inputs.visible_length()), 0, section.size)
-    # Blocks of several tokens may be in host memory: fetch no more than what is filled.
+    # Units of several tokens may be in host memory. Fetch only filled ones.
     round_up = rows.shape[2] < FEW_ROWS and section.unit == 1
     rest = coarse // MIN_FILLED_PART if round_up else coarse - 1
     whole = (filled + coarse - 1 - rest) // coarse
@@ -226,18 +233,19 @@ def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: Attentio
     def walk_rest(partial: Partial) -> Partial:
         return walk(partial, fine_begin, -(-rest // fine), fine, stop)
 
-    # Even iterations that skip their block cost as much as a small block.
+    # An iteration that skips its block still costs as much as a small block.
     return control_flow.cond(filled > whole * coarse, walk_rest, lambda partial: partial, partial)
 
 
 def block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:
-    """The sizes of fine and coarse blocks, in units.
+    """Return the sizes of fine and coarse blocks, in units.
 
     Args:
-      size: units of the section.
-      unit: tokens per unit.
-      numbers: numbers per token in the keys of all rows.
-      parts: a coarse block is at most one of this many parts, rounded up to whole fine blocks.
+      size: the number of units of the section.
+      unit: the number of tokens per unit.
+      numbers: how many numbers the keys of all rows have per token.
+      parts: a coarse block is at most this fraction (``1 / parts``) of the section, rounded up to
+        whole fine blocks.
     """
     fine = min(max(FINE_BLOCK // unit, 1), size)
     tokens = min(COARSE_BLOCK, max(MAX_KEY_NUMBERS // numbers, FINE_BLOCK))
@@ -246,20 +254,21 @@ def block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> t
 
 
 MAX_BUCKETS = 8
-"""The most sizes of prefixes. Each is a separate branch in every layer."""
+"""The maximum number of prefix sizes. Each is a separate branch in every layer."""
 MIN_SIZE = 256
-"""Tokens of the smallest prefix, at least."""
+"""Prefixes of this many tokens or fewer are not halved again."""
 TILE = 128
-"""Sizes are multiples of this many tokens."""
+"""Prefix sizes, except for the largest, are multiples of this number of tokens."""
 CHUNK = 2048
-"""The most tokens of a prefix that are sliced, decoded or fetched together."""
+"""The maximum number of tokens of a prefix that are sliced, decoded or fetched together."""
 MAX_QUERIES = 32
-"""The most queries per row. Longer calls would need score matrices of queries times capacity."""
+"""The maximum number of queries per row. Longer calls would need large score matrices, of the
+number of queries times the capacity."""
 
 
 def bucketed(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention over the smallest prefixes that contain all filled slots. Long calls use the path
-    ``blocks``."""
+    """Compute attention over the smallest prefixes that contain all filled slots. Long calls use
+    the path ``blocks``."""
     if inputs.queries.shape[2] > MAX_QUERIES:
         return blockwise(inputs)
     sections = inputs.sections
@@ -282,15 +291,15 @@ def bucketed(inputs: AttentionInputs) -> AttentionOutput:
     if not beyond:
         return inputs.finish(over(sizes[0]))
     index = jnp.stack(beyond).sum(dtype=jnp.int32)
-    # Devices that divide the keys may take different branches. They synchronize in ``finish``.
+    # Devices with different keys may take different branches. They synchronize in ``finish``.
     return inputs.finish(
         control_flow.switch(index, [functools.partial(over, size) for size in sizes])
     )
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
-    """Tokens of the prefixes of sections of these sizes: the largest section, and halvings of it,
-    in ascending order."""
+    """Return prefix sizes in tokens, in ascending order, for sections of the sizes ``tokens``. They
+    are the size of the largest section, and repeated halvings of it."""
     sizes = [max(tokens)]
     while len(sizes) < MAX_BUCKETS and sizes[-1] > MIN_SIZE:
         sizes.append(-(-sizes[-1] // (2 * TILE)) * TILE)
@@ -300,15 +309,15 @@ def bucket_sizes(tokens: list[int]) -> list[int]:
 def prefix(
     section: Section, units: int, rows: Array, mask: Mask, before: Partial | None = None
 ) -> Partial:
-    """The softmax over the first ``units`` of a section, merged with ``before``, the softmax over
-    other keys. A long prefix is divided into chunks by a scan of static length, which bounds the
-    memory for decoded copies."""
+    """Compute the softmax over the first ``units`` units of a section, and merge it with
+    ``before``, the softmax over other keys. A long prefix is processed in chunks by a scan of
+    static length, which bounds the memory for decoded copies."""
     chunk = section.fit_units(min(units, max(CHUNK // section.unit, 1)))
     stop = section.first + units
 
     def over(start: Array, before: Partial | None = None) -> Partial:
-        # The last chunk is moved down if it would pass the end. Units that the chunk before has
-        # already covered do not count again.
+        # If the last chunk would extend past the end, it begins earlier. Units that it shares with
+        # the previous chunk are not counted again.
         origin = jnp.minimum(start, stop - chunk)
         return softmax_over(section, mask, rows, origin, chunk, start=start, before=before)
 
@@ -324,6 +333,7 @@ def prefix(
 
 
 def _units(section: Section, tokens: int) -> int:
-    """Units of a section in a prefix of ``tokens`` tokens, rounded up to whole pages."""
+    """Return the number of units of a section in a prefix of ``tokens`` tokens, rounded up to whole
+    pages."""
     units = -(-tokens // section.unit)
     return min(section.size, units + -units % section.page)

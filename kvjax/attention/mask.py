@@ -1,4 +1,4 @@
-"""Which keys a query sees, from positions alone, and how scores are computed."""
+"""Which keys a query sees, computed from positions alone, and how scores are computed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,20 +14,21 @@ from kvjax.layouts import UNLIMITED, Split
 from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding
 
 Bias = Callable[[Array, Array], Array]
-"""A function ``bias(query_positions[batch, new], key_positions[batch, n])`` that returns what is
-added to the scores: float32, broadcastable to [batch, heads, new, n]. Scores below −1e38 are
-masked. On a mesh, arrays that the function uses must be leaves of a pytree, so that devices
-receive them: ``jax.tree_util.Partial(function, array)``."""
+"""A function ``bias(query_positions[batch, new], key_positions[batch, n])``. Its result is added to
+the scores. It is float32 and broadcastable to [batch, heads, new, n]. Keys whose score is below
+−1e38 are masked. On a mesh, arrays that the function uses must be leaves of a pytree, as in
+``jax.tree_util.Partial(function, array)``, so that devices receive them."""
 
 
 @pytree_dataclass
 class Mask:
     """Which keys queries see, and how scores are computed.
 
-    ``queries``: int32[batch, new], the positions of the queries. ``cap``: queries attend to the
-    sinks of a layout as if they were at this position at most. ``call_start``: int32[batch], where
-    the call begins, if queries see all tokens of their own call raw; otherwise None. ``axis``: the
-    mesh axis along which devices have different keys. The other fields are arguments of ``attend``.
+    ``queries`` (int32[batch, new]) has the positions of the queries. ``cap`` is the highest
+    position that is used for queries when they attend to a layout's sinks. ``call_start``
+    (int32[batch]) is where the call begins, if queries see all tokens of their own call raw;
+    otherwise it is None. ``axis`` is the mesh axis along which devices have different keys. The
+    other fields are arguments of ``attend``.
     """
 
     queries: Positions
@@ -49,21 +50,21 @@ class Mask:
             raise ArgumentError(f"soft_cap must be positive, got {self.soft_cap}", param="soft_cap")
 
     def take_rows(self, rows: PerRow) -> "Mask":
-        """The mask of some rows, int32[n]. The bias does not change."""
+        """Return the mask of the rows ``rows`` (int32[n]). The bias does not change."""
         call_start = None if self.call_start is None else self.call_start[rows]
         return replace(self, queries=self.queries[rows], call_start=call_start)
 
     def visible(self, positions: Array, section: Section) -> Visible:
-        """Which keys of a section each query sees: bool[batch, new, n]. ``positions``: int32[batch,
-        n], the positions of the keys; -1 for an empty slot."""
+        """Return which keys of a section each query sees, bool[batch, new, n]. ``positions``
+        (int32[batch, n]) has the positions of the keys, and -1 for empty slots."""
         call_start = None if self.call_start is None else self.call_start[:, None, None]
         return self.sees(self.queries[:, :, None], positions[:, None, :], call_start, section)
 
     def sees(
         self, queries: Array, keys: Array, call_start: Array | None, section: Section
     ) -> Array:
-        """Whether queries see keys of a section. Positions and ``call_start`` are broadcast.
-        Kernels call this too, so it is elementwise."""
+        """Return whether queries see keys of a section. The arguments are positions that broadcast
+        against each other. Kernels call this too, so it is elementwise."""
         seen = (keys >= 0) & (keys <= queries)
         if self.window is not None:
             seen &= (keys > queries - self.window) | (keys < self.sinks)
@@ -72,11 +73,11 @@ class Mask:
         if section.split is not None:
             raw_from = _raw_from(section.split, queries, call_start)
             raw = section.split.is_raw(keys, raw_from)
-            seen &= raw if section.raw else raw ^ True  # Pallas lowers no other "not"
+            seen &= raw if section.raw else raw ^ True  # Pallas can't lower "not" in any other form
         return seen
 
     def reaches(self, low: Array, high: Array, section: Section) -> Array:
-        """bool[]: whether any query may see a key of a section between positions ``low`` and
+        """Return bool[]: whether any query may see a key of a section between positions ``low`` and
         ``high``."""
         reached = (low <= high) & (low <= jnp.max(self.queries))
         if self.chunk is not None:
@@ -91,8 +92,9 @@ class Mask:
         return reached
 
     def scores(self, products: Array, positions: Array, section: Section) -> tuple[Array, Array]:
-        """Scores from products of queries and a section's keys, float32[batch, kv_heads, rows, n],
-        and which of them count. For sinks the bias receives query positions of at most ``cap``."""
+        """Compute scores from products of queries and a section's keys, float32[batch, kv_heads,
+        rows, n]. Returns the scores and which of them count. For sinks, the bias receives query
+        positions that are limited to ``cap``."""
         batch, kv_heads, rows, count = products.shape
         shape = batch, kv_heads, rows // self.queries.shape[1], self.queries.shape[1], count
         scores = self.scale * products.reshape(shape)
@@ -108,13 +110,14 @@ class Mask:
 
 
 def _raw_from(split: Split, queries: Array, call_start: Array | None) -> Array:
-    """The first position after the sinks whose token queries see raw."""
+    """Return the first position after the sinks whose token queries see raw."""
     first = split.raw_from(queries)
     return first if call_start is None else jnp.minimum(first, call_start)
 
 
 def device_bias(bias: Bias, mesh_sharding: MeshSharding, heads: int, device_heads: int) -> Bias:
-    """The bias of a device's ``device_heads`` query heads, from the bias of all ``heads``."""
+    """Return the bias of a device's ``device_heads`` query heads, from the bias of all ``heads``
+    query heads."""
 
     def own(queries: Array, keys: Array) -> Array:
         scores = jnp.asarray(bias(queries, keys))

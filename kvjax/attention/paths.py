@@ -1,12 +1,12 @@
-"""Attention paths: implementations that compute the same output, and which one is the default.
+"""Attention paths (implementations that compute the same output), and which path is the default.
 
-The path ``pallas`` is the first kernel of the target that can read the layer. Kernels are imported
-when they are first used, because Pallas takes up to a second to import.
+The path ``pallas`` uses the first of the target device's kernels that can read the layer. Kernels
+are imported when they are first used, because importing Pallas takes up to a second.
 
 Two paths are for batches whose rows have very different lengths, as in an engine. The path ``even``
-groups rows of similar lengths, so that few of them walk as far as the longest. The path ``pages``
-multiplies queries with the pages of a pool in place, in the spirit of paged attention (Kwon et al.,
-arXiv:2309.06180).
+groups rows of similar lengths, so that few rows are processed up to the length of the longest. The
+path ``pages`` multiplies queries with the pages of a pool in place, similar to paged attention
+(Kwon et al., arXiv:2309.06180).
 """
 
 import functools
@@ -44,8 +44,9 @@ from kvjax.policies.cache_policy import CachePolicy
 
 
 def kernels_for(target: Target) -> tuple[str, ...]:
-    """The kernel modules that a target can run with the installed JAX, in the order in which they
-    are tried. A CPU interprets a kernel if the path ``pallas`` is requested by name."""
+    """Return the names of the kernel modules that a target can run with the installed JAX, in the
+    order in which they are tried. A CPU interprets a kernel if the path ``pallas`` is requested by
+    name."""
     if target.platform == "tpu":
         return ("mosaic_tpu",)
     available = []
@@ -61,7 +62,7 @@ def kernels_for(target: Target) -> tuple[str, ...]:
 
 
 def gained_by_upgrading(target: Target) -> str | None:
-    """A sentence on what a newer JAX would improve on a target; None if nothing."""
+    """Return a sentence that says what a newer JAX would improve on a target; None if nothing."""
     if target.platform == "tpu" and compat.JAX < (0, 8):
         return "JAX 0.8: the kernel reads the cache in HBM; before, a compiler may copy it first"
     if target.capability is None or target.before_ampere or compat.JAX >= (0, 12):
@@ -71,12 +72,12 @@ def gained_by_upgrading(target: Target) -> str | None:
 
 
 def pallas(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention over each section of a layer by a flash-decoding kernel. If the kernel can't read
-    one of the smaller sections, that section is computed without it.
+    """Compute attention over each section of a layer with a flash-decoding kernel. If the kernel
+    can't read one of the smaller sections, that section is processed without it.
 
     Raises:
-      Unsupported: if the target has no kernel, scores have a bias, or no kernel can read how the
-        layer is stored.
+      Unsupported: if the target has no kernel, scores have a bias, or no kernel can read the
+        layer's storage format.
     """
     target = current_target()
     names = kernels_for(target)
@@ -91,7 +92,7 @@ def pallas(inputs: AttentionInputs) -> AttentionOutput:
 
 
 def _attend_by(kernel: ModuleType, inputs: AttentionInputs) -> AttentionOutput:
-    """Attention by one kernel."""
+    """Compute attention with one kernel."""
     largest = max(inputs.sections, key=lambda section: section.size * section.unit)
     refuse("pallas", _refusals(kernel, inputs, largest.as_pages()))
 
@@ -109,7 +110,7 @@ def _attend_by(kernel: ModuleType, inputs: AttentionInputs) -> AttentionOutput:
 
 
 def _refusals(kernel: ModuleType, inputs: AttentionInputs, section: Section) -> dict[str, object]:
-    """Reasons for which a kernel can't read a section, and whether each applies."""
+    """Return the possible reasons why a kernel can't read a section, and whether each applies."""
     if section.placement.needs_tail:
         return {"can't read host memory": True}
     return {
@@ -122,20 +123,21 @@ def _refusals(kernel: ModuleType, inputs: AttentionInputs, section: Section) -> 
 
 
 def _module(name: str) -> ModuleType:
-    """A kernel's module."""
+    """Import a kernel's module."""
     return importlib.import_module(f"kvjax.attention.kernels.{name}")
 
 
 GROUP_ROWS = 4
-"""Rows in a group."""
+"""The number of rows in a group."""
 
 
 def evenly(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention by blocks of one size; on CPUs for a few rows at a time, the shortest first.
+    """Compute attention in blocks of one size. CPUs process groups of a few rows, the shortest
+    first.
 
-    Grouping copies what rows own. Only layers in pages are grouped, since copying a table is cheap.
-    Stacks are not grouped. Calls with a bias are not grouped either, because a bias may depend on
-    the row.
+    Grouping copies the data of rows. Only layers in pages are grouped, because then only page
+    tables are copied, which is cheap. Stacks are not grouped. Calls with a bias are not grouped
+    either, because a bias may depend on the row.
     """
     batch, view = len(inputs.length), inputs.view
     paged = view.layer_cache.policy.page_group is not None and view.layer is None
@@ -154,11 +156,13 @@ def evenly(inputs: AttentionInputs) -> AttentionOutput:
 
 
 def over_pages(inputs: AttentionInputs) -> AttentionOutput:
-    """Attention over all pages of a pool in place if that is faster, otherwise ``evenly``.
+    """Compute attention over all pages of a pool in place if that is faster. Otherwise call
+    ``evenly``.
 
-    To multiply row by row, a CPU must first copy the pages of each row together, which takes as
-    long as everything else. If most pages of the pool are in use, and none is shared, it is faster
-    to multiply each page with the queries of its owner, without copies.
+    To multiply row by row, a CPU must first copy the pages of each row into one array. The copy
+    takes as long as the rest of the computation. If most pages of the pool are in use, and none is
+    shared, it is faster to multiply each page with the queries of the row that owns it, without
+    copies.
     """
     if not _is_supported(inputs):
         return evenly(inputs)
@@ -194,20 +198,21 @@ def over_pages(inputs: AttentionInputs) -> AttentionOutput:
 def _multiply_pages(
     inputs: AttentionInputs, section: Section, owner: PerRow, tokens: Array, at: Array
 ) -> Partial:
-    """The softmax of every row over its pages.
+    """Compute the softmax of every row over its pages.
 
     Args:
-      inputs, section: the queries, and the section of pages.
+      inputs: the queries.
+      section: the section of pages.
       owner: int32[pages], the row that owns each page.
-      tokens: int32[pages, page], the positions of their slots.
-      at: int32[batch, columns], the pages of each row; an unused column has the number of pages.
+      tokens: int32[pages, page], the position in each slot of each page.
+      at: int32[batch, columns], the pages of each row. In unused columns it is the number of pages.
     """
     mask, queries = inputs.mask.take_rows(owner), inputs.rows(section)[owner]
     products = section.scores(queries, section.keys, tokens, long=True)
     scores, seen = mask.scores(products, tokens, section)
     scores = jnp.where(seen, scores, LOWEST)
     highest = scores.max(-1).at[at].get(mode="fill", fill_value=LOWEST).max(1)
-    # This is above LOWEST, so the weights of keys that are not seen are exactly 0.
+    # ``highest`` is above LOWEST, so the weights of keys that are not seen are exactly 0.
     highest = jnp.maximum(highest, LOWEST / 2)
     weights = jnp.exp(scores - highest[owner][..., None])
     total = weights.sum(-1).at[at].get(mode="fill", fill_value=0).sum(1)
@@ -238,8 +243,8 @@ def _is_supported(inputs: AttentionInputs) -> bool:
 
 
 Path = Callable[[AttentionInputs], AttentionOutput]
-"""Computes the attention output. A path raises ``Unsupported`` while it is traced if it does not
-support the inputs."""
+"""A function that computes the attention output. It raises ``Unsupported`` during tracing if it
+does not support the inputs."""
 
 PATHS: dict[str, Path] = {
     "blocks": blockwise,
@@ -257,15 +262,15 @@ BRANCHES, KERNELS = "cheap branches", "kernels"
 """What a target supports."""
 
 TABLE = (
-    # what the target supports, whether a tail is needed, the most queries per row; None is any
+    # a feature of the target, whether a tail is needed, the maximum queries per row; None is any
     (BRANCHES, None, None, "blocks"),
     (None, True, None, "blocks"),  # fetches no more than what is filled
     (KERNELS, None, None, "pallas"),
     (None, None, MAX_QUERIES, "buckets"),
     (None, None, None, "blocks"),
 )
-"""The default path is that of the first line that applies and supports the inputs. The lines for
-TPUs and GPUs rest on compiled programs
+"""The default path is the path of the first line that applies and that supports the inputs. The
+lines for TPUs and GPUs are based on compiled programs
 (``benchmarks/results/abstract-devices/paths-v5e.md``, ``-h200.md``)."""
 
 
@@ -274,11 +279,11 @@ _ragged_path: ContextVar[str | None] = ContextVar("ragged_path", default=None)
 
 @contextmanager
 def ragged_batches(*, exact: bool) -> Iterator[None]:
-    """Trace attention in this context for batches whose rows have very different lengths, where the
-    default would be ``blocks`` or ``buckets``.
+    """Trace attention for batches whose rows have very different lengths.
 
-    ``exact``: the result of each row must not depend, to the last bit, on the other rows. Kernels
-    guarantee that in any case.
+    Within this context, the path ``even`` or ``pages`` replaces the defaults ``blocks`` and
+    ``buckets``. If ``exact``, it is ``even``: the result of each row is then bitwise independent of
+    the other rows. Kernels guarantee this in any case.
     """
     token = _ragged_path.set("even" if exact else "pages")
     try:
@@ -288,7 +293,7 @@ def ragged_batches(*, exact: bool) -> Iterator[None]:
 
 
 def select_path(name: str | None, policy: CachePolicy, queries: int) -> Path:
-    """The path with a name, or the default for ``queries`` queries per row.
+    """Return the path with a name, or the default path for ``queries`` queries per row.
 
     Raises:
       ValueError: if the name is unknown.
@@ -302,21 +307,21 @@ def select_path(name: str | None, policy: CachePolicy, queries: int) -> Path:
 
 
 def default_paths(target: Target, needs_tail: bool, queries: int) -> tuple[str, ...]:
-    """The names of the paths to try for a target, ``queries`` queries per row, and layers with or
-    without a tail."""
+    """Return the names of the paths to try, in order, for a target, ``queries`` queries per row,
+    and layers with or without a tail."""
     features = {None, *_features_of(target)}
     paths = [
         path
         for feature, tail, most, path in TABLE
         if feature in features and tail in (None, needs_tail) and (most is None or queries <= most)
     ]
-    # Only kernels may not support the inputs.
+    # Kernels are the only paths that may not support the inputs.
     fallback = _ragged_path.get() or next(path for path in paths if path != "pallas")
     return (*itertools.takewhile("pallas".__eq__, paths), fallback)
 
 
 def _features_of(target: Target) -> set[str]:
-    """What a target supports."""
+    """Return the features of a target."""
     if target.platform == "cpu":
         return {BRANCHES}
     # A compiler that partitions the program among devices can't partition a kernel.
@@ -325,7 +330,7 @@ def _features_of(target: Target) -> set[str]:
 
 @functools.lru_cache(maxsize=16)
 def _first(names: tuple[str, ...]) -> Path:
-    """The first of some paths that supports the inputs."""
+    """Return a path that calls the first of the paths ``names`` that supports the inputs."""
     if len(names) == 1:
         return PATHS[names[0]]
 

@@ -17,15 +17,16 @@ from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.layouts import Shard
 
 LOWEST = -2e38
-"""The score of a key that is not seen. Scores below half of it count as not seen."""
+"""The score of a key that a query does not see. Keys with scores below half of it also count as not
+seen."""
 
 
 class Partial(NamedTuple):
     """A softmax over some of the keys, in float32, not yet divided by its total.
 
-    ``highest``: the highest score, [batch, kv_heads, rows]. ``total``: the sum of the weights
-    ``exp(score - highest)``, same shape. ``weighted``: the weighted sum of the values, [batch,
-    kv_heads, rows, head_dim].
+    ``highest`` ([batch, kv_heads, rows]) is the highest score. ``total``, of the same shape, is the
+    sum of the weights ``exp(score - highest)``. ``weighted`` ([batch, kv_heads, rows, head_dim]) is
+    the weighted sum of the values.
     """
 
     highest: Array
@@ -34,7 +35,7 @@ class Partial(NamedTuple):
 
     @classmethod
     def empty(cls, rows: Array) -> "Partial":
-        """The softmax over no keys, for query rows [batch, kv_heads, rows, head_dim]."""
+        """Return the softmax over no keys, for query rows [batch, kv_heads, rows, head_dim]."""
         zeros = jnp.zeros(rows.shape[:-1], jnp.float32)
         return cls(zeros + LOWEST, zeros, jnp.zeros(rows.shape, jnp.float32))
 
@@ -46,16 +47,17 @@ class Partial(NamedTuple):
         weigh: Callable[[Array], Array],
         before: "Partial | None" = None,
     ) -> "Partial":
-        """The softmax over the keys of ``scores``, merged with ``before``.
+        """Compute the softmax over the keys of ``scores``, and merge it with ``before``.
 
         Args:
           scores: float32[batch, kv_heads, rows, keys].
-          seen: bool, the same shape: which keys count.
-          weigh: returns the weighted sum of the values for weights of that shape.
-          before: the softmax over other keys. Merging it here is cheaper than by ``merge``.
+          seen: bool, of the same shape: which keys count.
+          weigh: a function that returns the weighted sum of the values for weights of the same
+            shape.
+          before: the softmax over other keys. Merging it here is cheaper than calling ``merge``.
         """
         scores = jnp.where(seen, scores, LOWEST)
-        # This is above LOWEST, so the weights of keys that are not seen are exactly 0.
+        # ``highest`` is above LOWEST, so the weights of keys that are not seen are exactly 0.
         highest = jnp.maximum(lax.stop_gradient(scores).max(-1), LOWEST / 2)
         if before is None:
             weights = jnp.exp(scores - highest[..., None])
@@ -67,29 +69,30 @@ class Partial(NamedTuple):
         return cls(highest, total, before.weighted * shrink[..., None] + weigh(weights))
 
     def merge(self, other: "Partial") -> "Partial":
-        """The softmax over the keys of both."""
+        """Return the softmax over the keys of both."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         weighted = self.weighted * a[..., None] + other.weighted * b[..., None]
         return Partial(highest, self.total * a + other.total * b, weighted)
 
     def merge_axis(self, axis: int) -> "Partial":
-        """Merge softmaxes over different keys along an axis."""
+        """Merge the softmaxes along an axis. Each is over different keys."""
         shrink = jnp.exp(self.highest - self.highest.max(axis, keepdims=True))
         weighted = (self.weighted * shrink[..., None]).sum(axis)
         return Partial(self.highest.max(axis), (self.total * shrink).sum(axis), weighted)
 
     def finish(self, queries: AttentionOutput, axis: str | None = None) -> AttentionOutput:
-        """The attention output in the shape and dtype of ``queries``. Queries that see no key get
-        zeros.
+        """Return the attention output in the shape and dtype of ``queries``. Queries that see no
+        key get zeros.
 
-        ``axis``: the mesh axis along which devices have different keys; None if each has them all.
+        ``axis`` is the mesh axis along which devices have different keys; None if every device has
+        all keys.
         """
         total, weighted = self.total, self.weighted
         if axis is not None:
             highest = lax.pmax(lax.stop_gradient(self.highest), axis)
             shrink = jnp.exp(self.highest - highest)
-            # One psum, so that a compiler can combine both into one collective.
+            # Use one psum, so that a compiler can combine both sums into one collective.
             total, weighted = lax.psum((total * shrink, weighted * shrink[..., None]), axis)
         weighted = weighted / jnp.where(total == 0, 1.0, total)[..., None]
         return weighted.reshape(queries.shape).astype(queries.dtype)
@@ -106,12 +109,14 @@ def softmax_over(
     before: Partial | None = None,
     whole: bool = False,
 ) -> Partial:
-    """The softmax over ``size`` units of a section from ``origin`` on.
+    """Compute the softmax over ``size`` units of a section, from the unit ``origin`` on.
 
     Args:
-      section, mask: the keys and values, and what queries see of them.
+      section: the keys and values.
+      mask: which keys each query sees.
       rows: query rows, see ``AttentionInputs.rows``.
-      origin, size: the units to read. Those before ``start`` do not count.
+      origin, size: the first unit to read, and the number of units. Units before ``start`` do not
+        count.
       before: the softmax over other keys, to merge with.
       whole: multiply the whole section in place, on a CPU. Values of empty slots are not masked.
     """
@@ -129,16 +134,17 @@ def softmax_over(
 
 
 class Unsupported(ValueError):
-    """A path does not support these inputs."""
+    """Raised by an attention path that does not support its inputs."""
 
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """Queries, and the layer that they attend to.
 
-    ``queries``: [batch, heads, new, head_dim], rotated to their positions. ``capped``: the queries
-    for attention sinks, rotated to capped positions; the same array if the layout has no sinks.
-    ``view``: the layer. ``shard``: this device's share of the slots; None if it has all slots.
+    ``queries`` is [batch, heads, new, head_dim], rotated to their positions. ``capped`` has the
+    queries for attention sinks, rotated to positions of at most ``Mask.cap``. It is the same array
+    if the layout has no sinks. ``view`` is the layer. ``shard`` is this device's share of the
+    slots; None if it has all slots.
     """
 
     queries: AttentionOutput
@@ -155,27 +161,28 @@ class AttentionInputs:
 
     @property
     def length(self) -> PerRow:
-        """int32[batch]: tokens in each row."""
+        """int32[batch], the number of tokens in each row."""
         return self.view.length
 
     def take_rows(self, rows: PerRow) -> "AttentionInputs":
-        """The inputs of some rows, int32[n]."""
+        """Return the inputs of the rows ``rows`` (int32[n])."""
         queries = self.queries[rows]
         capped = queries if self.capped is self.queries else self.capped[rows]
         view, mask = self.view.take_rows(rows), self.mask.take_rows(rows)
         return replace(self, queries=queries, capped=capped, view=view, mask=mask)
 
     def rows(self, section: Section) -> Array:
-        """The queries for a section as rows [batch, kv_heads, group * new, head_dim], where a group
-        is the query heads that share a key-value head."""
+        """Return the queries for a section as rows [batch, kv_heads, group * new, head_dim]. A
+        group is the query heads that share a key-value head."""
         queries = self.capped if section.capped else self.queries
         batch, heads, new, head_dim = queries.shape
         return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
 
     def visible_length(self) -> PerRow:
-        """int32[batch]: no query sees a token from this position on."""
+        """Return int32[batch], for each row the first position from which on no query sees a
+        token."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
     def finish(self, *partials: Partial) -> AttentionOutput:
-        """The attention output over the keys of all ``partials``."""
+        """Return the attention output over the keys of all ``partials``."""
         return functools.reduce(Partial.merge, partials).finish(self.queries, self.mask.axis)

@@ -1,4 +1,4 @@
-"""A step: one call of a model, in which every layer appends keys and values and attends."""
+"""A step: one call of a model, in which every layer appends its keys and values and attends."""
 
 from dataclasses import replace
 from typing import Unpack
@@ -22,8 +22,8 @@ from kvjax.core.validation import ArgumentError, as_int
 class Step:
     """One call of a model in progress. Create it with ``step``.
 
-    ``cache``: the cache, with the tokens that earlier layers have appended; None without a cache.
-    ``new``: tokens per row.
+    ``cache`` is the cache, to which earlier layers have already appended keys and values. It is
+    None if there is no cache. ``new`` is the number of tokens per row.
 
     Example:
       ```python
@@ -58,21 +58,22 @@ class Step:
         """Append a layer's keys and values, and attend with its queries.
 
         Args:
-          layer: the layer.
+          layer: the index of the layer.
           queries: [batch, heads, new, head_dim], unrotated.
           keys, values: [batch, kv_heads, new, head_dim], keys unrotated. None for a layer that
             reuses the keys and values of an earlier layer (``layer_sources``).
-          rotary: the layer's table, by which queries and keys are rotated. None if they are already
-            rotated, or have no rotary positions. The codec ``Unrotated`` then stores rotated keys,
-            and the distance to attention sinks is not capped.
+          rotary: the layer's table, which rotates queries and keys. None if they are already
+            rotated, or have no rotary positions. With None, the codec ``Unrotated`` stores keys as
+            they are, and the distance to attention sinks is not capped.
           sight: ``scale``, ``window``, ``sinks``, ``chunk``, ``soft_cap`` and ``bias``, see
             ``kvjax.attend``.
 
         Returns:
-          [batch, heads, new, head_dim] in the queries' dtype, and the step with the layer's tokens.
+          The output, [batch, heads, new, head_dim] in the queries' dtype, and the step, whose cache
+          now has the layer's keys and values.
 
         Raises:
-          ValueError: as ``kvjax.append`` and ``kvjax.attend``.
+          ValueError: for the same reasons as ``kvjax.append`` and ``kvjax.attend``.
         """
         cache = self.cache
         if (keys is None) != (values is None):
@@ -95,7 +96,7 @@ class Step:
         """End the step.
 
         Returns:
-          The cache with the new tokens counted; None without a cache.
+          The cache, whose lengths include the new tokens; None without a cache.
 
         Raises:
           ValueError: if the keys and values of a layer are missing.
@@ -110,8 +111,8 @@ class Step:
 
 
 def _between_layers(cache: KVCache) -> KVCache:
-    """The cache as a scan over stacked layers carries it: without the raw tokens of a long call
-    that only the last layer's queries may see."""
+    """Return the cache in the form that a scan over stacked layers carries: without the raw tokens
+    of a long call, which only the queries of the layer appended last may see."""
     if cache.stacks is None:
         return cache
     layers = tuple(replace(layer, strip=None, strip_of=None) for layer in cache.layers)
@@ -120,7 +121,7 @@ def _between_layers(cache: KVCache) -> KVCache:
 
 @automatic_axes
 def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = None) -> Step:
-    """Begin one call of a model, and pass the result from layer to layer::
+    """Begin one call of a model. Pass the result from layer to layer::
 
         call = kvjax.step(cache, tokens, lengths=lengths)
         output, call = call.attend(layer, queries, keys, values, rotary=table)
@@ -128,15 +129,15 @@ def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = N
         cache = call.done()
 
     Args:
-      cache: the cache; donate it to write in place. None to attend without a cache, where every
-        token sees the tokens before it in the call.
-      tokens: an array [batch, new, ...], whose shape is used, or the number ``new``.
-      lengths: int32[batch], real tokens per row, by default ``new``. Not used without a cache,
-        because no token sees the padding after it.
+      cache: the cache. Donate it to write in place. With None, tokens attend without a cache: each
+        sees itself and the tokens before it in the call.
+      tokens: an array [batch, new, ...], of which only the shape is used, or the number ``new``.
+      lengths: int32[batch], the number of real tokens per row, by default ``new``. Without a cache
+        it is not used, because no token sees the padding after it.
 
     Raises:
-      ValueError: if ``cache`` is not a cache or has an unfinished call, if ``tokens`` has another
-        batch size, or if ``lengths`` is wrong, see ``kvjax.append``.
+      ValueError: if ``cache`` is not a cache or has an unfinished call, if ``tokens`` does not have
+        the cache's batch size, or if ``lengths`` is wrong (see ``kvjax.append``).
 
     Example:
       ```python

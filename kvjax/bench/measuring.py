@@ -2,26 +2,30 @@
 
 Method. Every policy has two caches of the same capacity, grown in advance to the longest sequence.
 One holds a prompt of random tokens, the other a single token. Each repeat measures all policies in
-turn and starts with another one; the first repeat compiles and is not counted. A run is ``steps``
-decode steps, then a wait, then ``kvjax.rewind``. All numbers are medians over repeats.
+turn. The order rotates, so that each repeat starts with a different policy. The first repeat
+compiles and is not counted. A run is ``steps`` decode steps, a wait until they have finished, and
+``kvjax.rewind``. All numbers are medians over repeats.
 
-- *step*: the decode loop of ``kvjax.generate`` after the prompt, dispatched once for all steps.
-- *sampling*: a step minus a step of a loop without sampling, whose tokens do not depend on logits.
-- *attention*: a step of that loop after the prompt, minus the same after a single token. This is
-  what the prompt adds; the first block and costs that do not grow count as weights.
-- *weights*: a step of that loop after a single token.
-- *overhead*: a step if each is dispatched from Python without waiting, minus a step. This is what
-  the loop on the device saves, and not a part of a step.
+- *step*: a step of the decode loop of ``kvjax.generate`` after the prompt. One dispatch runs all
+  steps.
+- *sampling*: a step, minus a step of a second loop that does not sample: its tokens do not depend
+  on the logits.
+- *attention*: a step of the second loop after the prompt, minus a step of it after a single token.
+  This is the time that the prompt adds. The first block, and costs that do not grow with the
+  length, count as weights.
+- *weights*: a step of the second loop after a single token.
+- *overhead*: a step if each step is dispatched from Python without waiting, minus a step. It is the
+  time that the loop on the device saves, so it is not a part of a step.
 
 Differences are computed within a repeat before the median, so the parts add up to a step only
-approximately. A negative difference is reported as 0 if its size is within the range of the
-repeats, and otherwise as measured.
+approximately. A negative difference is reported as 0 if its size is at most the spread of the
+repeats. Otherwise it is reported as measured.
 
-- *bytes of a step*: every weight once, but only the rows of a batch from lookup tables; and the
-  part of the stored cache that the middle step of a run sees.
-- *prefill*: the chunks that ``generate`` would run, up to the last logits.
+- *bytes of a step*: the bytes of all weights, and of the part of the stored cache that the middle
+  step of a run sees. From lookup tables, only one row per row of the batch is counted.
+- *prefill*: the prefill chunks of ``generate``, until the last logits are computed.
 - *compile seconds*: tracing, lowering and compiling, or loading from JAX's persistent cache, in the
-  first repeat. If policies share programs, the first policy has all of the time.
+  first repeat. If policies share programs, the time counts for the first policy.
 """
 
 import itertools
@@ -51,7 +55,7 @@ from kvjax.sampling.params import SamplingKeywords, prepare_sampling
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds of the parts of a step; ``overhead`` is not part of it.
+    """Milliseconds of the parts of a step, and of ``overhead``, which is not a part of it.
 
     Example:
       ```python
@@ -68,20 +72,24 @@ class Split:
 
 @dataclass(frozen=True)
 class Cell:
-    """Results of a policy for one batch and prompt length.
+    """Results of one policy for one batch size and prompt length.
 
     Attributes:
-      batch, prompt, policy, steps: rows, prompt tokens, name of the policy, and steps per run.
+      batch: number of rows.
+      prompt: number of prompt tokens per row.
+      policy: name of the policy.
+      steps: number of steps per run.
       ms: median milliseconds of a step, for all rows.
       ms_per_run: milliseconds of a step in each run.
       tokens_per_second: tokens of all rows per second.
-      weight_bytes, cache_bytes: bytes that a step must read.
-      bandwidth: these bytes per second.
-      bandwidth_fraction: ``bandwidth`` relative to the device's read bandwidth.
+      weight_bytes, cache_bytes: bytes of weights and of the cache that a step must read.
+      bandwidth: bytes per second that steps read, of weights and cache together.
+      bandwidth_fraction: ``bandwidth`` divided by the device's read bandwidth.
       split: the parts of a step.
-      prefill_ms, prefill_tokens_per_second: for the prompts of all rows; None if not measured.
+      prefill_ms: milliseconds to prefill the prompts of all rows; None if not measured.
+      prefill_tokens_per_second: prompt tokens of all rows per second; None if not measured.
       capacity: tokens per row of the cache.
-      allocated: bytes of the cache, by place.
+      allocated: bytes of the cache, by place (device or host).
       compile_seconds, compilations: seconds and number of compilations in the first repeat.
 
     Example:
@@ -117,13 +125,15 @@ class Bench:
     """Results for all batches, prompts and policies on a device.
 
     Attributes:
-      device, platform, jax, dtype: the device, its platform, JAX's version, and the model's dtype.
+      device, platform: the device and its platform.
+      jax: JAX's version.
+      dtype: the model's dtype.
       bandwidth: the device's memory bandwidth, in bytes per second.
-      cells: results by batch, prompt and policy.
-      skipped: a sentence per prompt that is too long for the model.
+      cells: one result for each combination of batch size, prompt length and policy.
+      skipped: one sentence for each prompt length that is too long for the model.
       peak_bytes: peak memory use since the process started, with two caches per policy, or None if
         unknown.
-      peak_source: where ``peak_bytes`` was counted, device or process.
+      peak_source: where ``peak_bytes`` was counted: ``"device"`` or ``"process"``.
 
     Example:
       ```python
@@ -163,14 +173,15 @@ def measure(
     Args:
       lm: the model.
       policies: cache policies by name, as for ``init_cache``.
-      prompts, batches: prompt lengths in tokens, and numbers of rows.
+      prompts: prompt lengths in tokens.
+      batches: batch sizes (numbers of rows).
       steps: steps per run, at most 128. If one cache cannot be rewound that far, all policies use
         fewer steps for that batch and prompt.
-      repeats: how often everything is timed.
+      repeats: how many times every run is timed.
       prefill: whether to time prefill.
       bandwidth: the device's bandwidth; by default it is measured after everything else.
-      callback: called with a line of text before each batch and prompt length.
-      {sampling parameters}
+      callback: a function that is called with a line of text before each batch size and prompt
+      length. {sampling parameters}
 
     Raises:
       ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for
@@ -212,7 +223,7 @@ def measure(
         for timer in timed.values():
             timer.drop()
         timers += timed.items()
-    # Before measuring the bandwidth, whose arrays are not part of the cache.
+    # Read the peak before measuring the bandwidth, whose arrays are not part of the cache.
     peak, peak_source = peak_memory()
     bandwidth = measure_bandwidth() if bandwidth is None else bandwidth
     cells = tuple(_cell(lm, bandwidth.read, name, timer) for name, timer in timers)
@@ -271,7 +282,7 @@ def _cell(lm: LanguageModel, read: float, name: str, timed: PolicyTimer) -> Cell
 
 
 def _numbers(name: str, values: Sequence[int]) -> list[int]:
-    """Distinct positive integers."""
+    """Check that ``values`` are positive integers, and return them without duplicates."""
     numbers = list(dict.fromkeys(as_int(name, number, 1) for number in values))
     if not numbers:
         raise ValueError(f"no {name} to measure")
@@ -279,7 +290,8 @@ def _numbers(name: str, values: Sequence[int]) -> list[int]:
 
 
 def _fitting(config: Any, prompts: list[int], steps: int) -> tuple[list[int], tuple[str, ...]]:
-    """The prompts that a model can take, and a sentence for each of the others."""
+    """Return the prompt lengths that fit in a model, and a sentence for each length that does
+    not."""
     positions = position_limit(config)
     context = getattr(config, "max_position_embeddings", None)
     fitting, left_out = [], []
@@ -303,7 +315,8 @@ _MARKERS = "os^Dv<>"
 
 
 def decode_rows(bench: Bench) -> list[list[str]]:
-    """A heading, and one row per result: a step, the bytes that it reads, and bandwidth."""
+    """Make a table with a heading and one row per result: the time of a step, the bytes that it
+    reads, and the bandwidth."""
     head = ["batch x prompt", "policy", "ms a step", "tokens/s", "weights read", "cache read",
             "bandwidth", "of read"]  # fmt: skip
     rows = [
@@ -318,7 +331,8 @@ def decode_rows(bench: Bench) -> list[list[str]]:
 
 
 def part_rows(bench: Bench) -> list[list[str]]:
-    """A heading, and one row per result: the parts of a step, prefill and compile times."""
+    """Make a table with a heading and one row per result: the parts of a step, prefill times and
+    compile times."""
     head = ["batch x prompt", "policy", "weights", "attention", "sampling", "+ overhead",
             "prefill ms", "tokens/s", "compile s"]  # fmt: skip
     rows = [
@@ -333,12 +347,13 @@ def part_rows(bench: Bench) -> list[list[str]]:
 
 
 def _part(milliseconds: float) -> str:
-    """Milliseconds of a part; a dash if it is negative, since parts are noisy differences."""
+    """Format the milliseconds of a part. Parts are noisy differences, so a negative one becomes a
+    dash."""
     return f"{milliseconds:.3g}" if milliseconds >= 0 else "–"
 
 
 def device_line(bench: Bench) -> str:
-    """The device's bandwidth, and the peak memory use."""
+    """Return a line of text with the device's bandwidth and the peak memory use."""
     speed = bench.bandwidth
     read, copied = readable_bytes(speed.read), readable_bytes(speed.copy)
     words = f"this device reads {read}/s and copies {copied}/s"
@@ -401,7 +416,8 @@ def plot(bench: Bench, path: Path, *, title: str = "") -> None:
 
 
 def _tick(value: float, _: int | None) -> str:
-    """A label at 1, 2 and 5 of each decade; more labels would overlap."""
+    """Return the label of a tick at 1, 2 or 5 of a decade. Other ticks have no label, because
+    labels would overlap."""
     return f"{value:,.4g}" if f"{value:e}"[0] in "125" else ""
 
 

@@ -1,4 +1,4 @@
-"""How one policy is timed after one prompt, and the memory bandwidth that bounds a decode step."""
+"""Timing of one policy after one prompt, and the memory bandwidth, which limits a decode step."""
 
 import contextlib
 import functools
@@ -34,7 +34,7 @@ from kvjax.policies.presets import PolicyChoice
 from kvjax.sampling.params import SamplingKeywords
 
 ARRAY_BYTES = 2**28
-"""Default size of the array: much larger than processor caches."""
+"""Default size of the array in bytes. It is much larger than processor caches."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Bandwidth:
     """Memory bandwidth in bytes per second.
 
     Attributes:
-      read: the fastest reduction.
-      copy: the fastest copy, counting bytes read and written.
-      methods: every method by name.
-      array_bytes: bytes of the array.
+      read: bandwidth of the fastest reduction.
+      copy: bandwidth of the fastest copy, counting bytes read and written.
+      methods: the bandwidth of every method, by name.
+      array_bytes: size of the array in bytes.
 
     Example:
       ```python
@@ -64,7 +64,7 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
     """Measure the memory bandwidth of the default device.
 
     Several methods are timed, each ``repeats`` times. Each measurement is a lower bound of the
-    bandwidth, so the fastest call of the fastest method is the result. On a CPU, a compiled
+    bandwidth, so the result is that of the fastest call of the fastest method. On a CPU, a compiled
     reduction may not use all cores, so multithreaded NumPy reductions are tried too.
 
     Raises:
@@ -86,13 +86,14 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
 
 
 def best_seconds(call: Callable[[], object], repeats: int) -> float:
-    """The time of the fastest of ``repeats`` calls, after a warm-up call."""
+    """Measure the seconds of the fastest of ``repeats`` calls, after a warm-up call."""
     call()
     return min(timeit.repeat(call, number=1, repeat=repeats))
 
 
 def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that jitted reductions read from an array, by method.
+    """Measure the bytes per second that jitted reductions read from an array. Returns them by
+    method.
 
     Example:
       ```python
@@ -109,7 +110,7 @@ def jax_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that jitted copies read and write, by method."""
+    """Measure the bytes per second that jitted copies read and write. Returns them by method."""
     array = jnp.ones(nbytes // 4, jnp.float32)
 
     def speed(copied: Callable[..., object]) -> float:
@@ -127,7 +128,8 @@ def copy_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
-    """Bytes per second that NumPy reductions read with one thread per core, by method.
+    """Measure the bytes per second that NumPy reductions read with one thread per core. Returns
+    them by method.
 
     Example:
       ```python
@@ -147,10 +149,10 @@ def cpu_bandwidth(nbytes: int, repeats: int = 8) -> dict[str, float]:
 
 
 def peak_memory() -> tuple[int | None, str]:
-    """The peak bytes in use since the process started, and where they were counted.
+    """Return the peak of memory use since the process started, in bytes, and where it was counted.
 
-    That is the device if it reports its peak, otherwise the process's resident set. The bytes are
-    None if neither is known.
+    It is the peak of the device (``"device"``) if the device reports one. Otherwise it is the peak
+    of the process's resident set (``"process"``). The bytes are None if neither is known.
 
     Example:
       ```python
@@ -171,10 +173,14 @@ def peak_memory() -> tuple[int | None, str]:
 class PolicyTimer:
     """Times runs on two caches of a policy: one holds the prompt, the other a single token.
 
-    ``shape``: batch and tokens of the prompts. ``allocated``: bytes of one cache, by place.
-    ``seconds``, with one number per repeat: ``"whole"``, a step of the decode loop; ``"logits"``, a
-    step without sampling; ``"first"``, the same after a single token; ``"single"``, a step that is
-    dispatched alone; ``"prefill"``, the whole prompt.
+    ``shape`` is the number of rows and of prompt tokens per row. ``allocated`` has the bytes of one
+    cache, by place. ``seconds`` has lists with one number per repeat:
+
+    - ``"whole"``: a step of the decode loop.
+    - ``"logits"``: a step without sampling.
+    - ``"first"``: a step without sampling after a single token.
+    - ``"single"``: a step that is dispatched alone.
+    - ``"prefill"``: the prefill of the whole prompt.
     """
 
     def __init__(
@@ -185,7 +191,7 @@ class PolicyTimer:
         steps: int,
         drawing: SamplingKeywords,
     ) -> None:
-        # A run of `steps` reads the token before it, and does not read its last token.
+        # A run of `steps` steps reads the token before it, but not its own last token.
         options = GenerationOptions(
             max_new_tokens=steps + 1, cache=policy, eos_token_ids=(), **drawing
         )
@@ -208,7 +214,7 @@ class PolicyTimer:
             self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
-        """Time everything once. The first round compiles, fills the caches and is not counted.
+        """Time every run once. The first round compiles and fills the caches; it is not counted.
 
         Raises:
           NonFiniteError: if the model returns logits that are not finite.
@@ -247,7 +253,7 @@ class PolicyTimer:
         return session
 
     def _time_prefill(self) -> float:
-        """Prefill the emptied cache; return the seconds."""
+        """Empty the cache and prefill it again. Returns the seconds of the prefill."""
         session = self._full
         assert session.cache is not None
         session.start(programs.Cached(reset(session.cache)))
@@ -262,7 +268,7 @@ class PolicyTimer:
         return seconds
 
     def _time(self, session: Session, run: Callable[[], PyTree]) -> float:
-        """The seconds per step of a run, which is rewound afterwards."""
+        """Measure the seconds per step of a run, and rewind the cache afterwards."""
         jax.block_until_ready(session.context)
         start = time.perf_counter()
         jax.block_until_ready((run(), session.context))
@@ -294,10 +300,10 @@ def _logits_loop(
     counts: Array,
     steps: Array,
 ) -> tuple[Any, Array]:
-    """Decode steps without sampling.
+    """Run decode steps without sampling.
 
-    Tokens differ from step to step, so that the compiler can't hoist the first layer's work on them
-    out of the loop.
+    Tokens differ from step to step. Otherwise the compiler could move the first layer's work on
+    them out of the loop.
     """
 
     def one(step: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
@@ -310,9 +316,9 @@ def _logits_loop(
 
 
 def difference(more: Sequence[float], less: Sequence[float]) -> float:
-    """The median difference of two times per repeat, in milliseconds.
+    """Return the median of ``more - less`` over the repeats, in milliseconds.
 
-    A negative difference within the noise is 0.
+    A negative median is replaced by 0 if its size is at most the spread of the differences.
     """
     differences = [1000 * (a - b) for a, b in zip(more, less, strict=True)]
     median, noise = statistics.median(differences), max(differences) - min(differences)

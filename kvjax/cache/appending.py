@@ -8,9 +8,9 @@ all rows::
     ...                                                    # the other layers
     cache = advance(cache, new)
 
-Rows are independent. Each row has its own ``length``, which is where its next token is written, so
-rows of different lengths need no left padding. Keys and queries are passed unrotated: the cache
-knows their positions and rotates them.
+Rows are independent. Each row has its own ``length``, the position of its next token, so rows of
+different lengths need no left padding. Keys and queries are passed unrotated: the cache knows their
+positions and rotates them.
 """
 
 import functools
@@ -58,26 +58,29 @@ def append(
 ) -> KVCache:
     """Write the new keys and values of a layer after the tokens of each row.
 
-    The tokens become part of the rows when ``advance`` is called, after all layers have them.
+    The lengths of the rows do not change. ``advance``, called after all layers, adds the tokens to
+    them.
 
     Args:
-      cache: the cache; donate it to write in place.
-      layer: which layer. For a stacked cache it may be traced; if its layers are not all equal, it
-        is a pair: the number of a stack, and the number of a layer in it.
+      cache: the cache. Donate it to write in place.
+      layer: the index of the layer. For a stacked cache it may be traced. If there are several
+        stacks, it is then a pair: the index of the stack and the index of the layer in it.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       rotary: the layer's rotary table, or None for keys without rotary positions.
-      lengths: int32[batch], how many of the ``new`` tokens of each row are real; the others are
-        padding and are not written. By default the same as for the previous layer, and all tokens
+      lengths: int32[batch], how many of the ``new`` tokens of each row are real. The others are
+        padding and are not written. By default they are the previous layer's lengths, and ``new``
         for the first layer.
 
     Returns:
-      The cache. A row that can't hold its tokens is unchanged and gets the status ``OVERFLOW``. A
-      row whose ``lengths`` differ from the previous layers' gets ``OUT_OF_STEP``.
+      The updated cache. A row in which the tokens do not fit is unchanged and gets the status
+      ``OVERFLOW``. A row whose ``lengths`` differ from those of previous layers gets the status
+      ``OUT_OF_STEP``.
 
     Raises:
       ValueError: if shapes do not fit the cache, keys or values are not floating-point, the layer
-        does not exist or has been appended to since the last ``advance``; or if ``lengths`` is not
-        one integer per row from 0 to ``new`` (if traced: the status ``BAD_LENGTHS``).
+        does not exist or was already appended to in this call, or ``lengths`` is not one integer
+        per row from 0 to ``new``. Traced ``lengths`` that are out of range give the status
+        ``BAD_LENGTHS`` instead.
 
     Example:
       ```python
@@ -127,17 +130,18 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
     """End a call: add the appended tokens to the length of each row.
 
     Args:
-      cache: the cache after ``append`` on every layer.
-      new: tokens per row in this call, including padding.
-      lengths: int32[batch], how many of them are real; by default those given to ``append``.
+      cache: the cache, after ``append`` for every layer.
+      new: the number of tokens per row in this call, including padding.
+      lengths: int32[batch], how many of them are real; by default the lengths that ``append``
+        received.
 
     Returns:
-      The cache with its lengths advanced. Rows that could not hold their tokens keep their length.
-      Rows whose ``lengths`` differ from ``append``'s get the status ``OUT_OF_STEP``.
+      The cache with increased lengths. Rows in which the tokens did not fit keep their length. Rows
+      whose ``lengths`` differ from those of ``append`` get the status ``OUT_OF_STEP``.
 
     Raises:
-      ValueError: if ``new`` is not the number that was appended, a layer has not been appended to,
-        or ``lengths`` is wrong as in ``append``.
+      ValueError: if ``new`` is not the number of tokens that were appended, nothing was appended to
+        a layer, or ``lengths`` is wrong as in ``append``.
 
     Example:
       ```python
@@ -172,11 +176,12 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 
 
 def begin_append(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
-    """Begin a call of ``new`` tokens per row, or check that a pending call has the same tokens.
+    """Begin a call of ``new`` tokens per row, or check that the call in progress has the same
+    tokens.
 
     Raises:
-      ValueError: if the pending call has another number of tokens, or ``lengths`` is wrong; see
-        ``admit`` and ``check_lengths``.
+      ValueError: if the call in progress has a different number of tokens, or ``lengths`` is wrong;
+        see ``admit`` and ``check_lengths``.
     """
     pending = cache.pending
     if pending is None:
@@ -199,11 +204,12 @@ def begin_append(cache: KVCache, new: int, lengths: Counts | None) -> KVCache:
 
 
 def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, PerRow]:
-    """How many of the ``new`` tokens of a call each row takes.
+    """Decide how many of the ``new`` tokens of a call each row takes: all of its real ones, or
+    none.
 
     Returns:
-      The cache, with a status for rows that can't hold their tokens or have wrong ``lengths``; and
-      int32[batch], which is 0 for rows that can't hold all their tokens.
+      The cache, with status bits for rows in which the tokens do not fit or whose ``lengths`` are
+      wrong; and the number of tokens that each row takes, int32[batch].
 
     Raises:
       ValueError: if ``lengths`` is wrong and not traced.
@@ -217,8 +223,9 @@ def admit(cache: KVCache, new: int, lengths: Counts | None) -> tuple[KVCache, Pe
 
 
 def check_lengths(cache: KVCache, lengths: Counts | None) -> KVCache:
-    """Check that ``lengths`` are those with which the pending call began. Rows with others get the
-    status ``OUT_OF_STEP``; the first ``lengths`` are used.
+    """Check that ``lengths`` are the lengths with which the call in progress began.
+
+    Rows whose traced lengths differ get the status ``OUT_OF_STEP``, and keep the first lengths.
 
     Raises:
       ValueError: if they differ and are not traced.
@@ -236,12 +243,13 @@ def check_lengths(cache: KVCache, lengths: Counts | None) -> KVCache:
 
 
 def _fitting_tokens(cache: KVCache, requested: PerRow) -> PerRow:
-    """int32[batch]: the requested tokens of each row, 0 if the row can't hold all of them."""
+    """Return int32[batch]: the number of requested tokens of each row, or 0 if they do not all
+    fit."""
     return jnp.where(cache.length + requested <= cache.max_len, requested, 0)
 
 
 def _real_tokens(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
-    """int32[batch]: the real tokens of each row in a call of ``new`` tokens."""
+    """Return int32[batch]: the number of real tokens of each row in a call of ``new`` tokens."""
     if lengths is None:
         return jnp.full_like(cache.length, new)
     if jnp.shape(lengths) != (cache.batch,):
@@ -281,7 +289,8 @@ def check_new(cache: KVCache, layer_cache: LayerCache, x: KeysValues, name: str)
 
 
 def note_numbers(cache: KVCache, arrays: Sequence[Array], count: PerRow) -> KVCache:
-    """Record the rows whose keys or values are not finite, which a blockwise codec would hide."""
+    """Record in the status which rows have keys or values that are not finite. A blockwise codec
+    would hide them."""
     real = arange_row(arrays[0].shape[2]) < count[:, None]
     bad = [jnp.any(~jnp.isfinite(x), axis=(1, 3)) for x in arrays]
     wrong = jnp.any((bad[0] | bad[1]) & real, axis=1)
@@ -289,10 +298,11 @@ def note_numbers(cache: KVCache, arrays: Sequence[Array], count: PerRow) -> KVCa
 
 
 def _with_entry(pending: PendingAppend, entry: int, index: Array | None) -> PendingAppend:
-    """The pending call after an append to one of ``KVCache.layers``, or to a layer of a stack."""
+    """Record in ``pending`` that an entry of ``KVCache.layers``, or layer ``index`` of it if it is
+    a stack, was appended to."""
     if index is None:
         return replace(pending, entries=(*pending.entries, entry))
-    # ``advance`` finds a layer that was missed because its number was out of range.
+    # An out-of-range index is dropped. ``advance`` then reports that a layer is missing.
     counts = list(pending.append_counts)
     counts[entry] = counts[entry].at[index].add(1, mode="drop")
     return replace(pending, append_counts=tuple(counts))
@@ -300,7 +310,7 @@ def _with_entry(pending: PendingAppend, entry: int, index: Array | None) -> Pend
 
 def _check_stacks(cache: KVCache, pending: PendingAppend) -> KVCache:
     """Check that a call appended exactly once to each layer of the cache's stacks. If the counts
-    are traced, all rows get the status ``MISSED_LAYER`` instead of an error."""
+    are traced, it sets the status ``MISSED_LAYER`` in all rows instead of raising an error."""
     if not pending.append_counts:
         return cache
     other = jnp.any(jnp.concatenate(pending.append_counts) != 1)
@@ -324,8 +334,9 @@ def write_layer(
     table: Array | None = None,
     index: Array | None = None,
 ) -> LayerCache:
-    """A layer, or layer ``index`` of a stack, with the first ``count`` tokens of a call
-    written after the ``length`` tokens of each row. Equal layers share one trace."""
+    """Write the first ``count`` tokens of a call after the ``length`` tokens of each row, to a
+    layer or to layer ``index`` of a stack. Returns the updated layer or stack. Equal layers share
+    one trace."""
     mesh_sharding = old.policy.placement.mesh_sharding
     args = old, keys, values, length, count, rotary, table, index
     with tracing_for(target):
@@ -350,14 +361,16 @@ def prefetch_bodies(
     number: int,
     after: tuple[KeysValues, PerRow],
 ) -> tuple[LayerCache, ...]:
-    """Fetch the bodies of the next layers from the host, and drop those that are no longer needed.
+    """Fetch the bodies of the next layers from the host, and drop fetched bodies that are no longer
+    needed.
 
     Args:
       layers: the layers of a cache.
-      entry, number: the current layer, as an index of ``layers`` and in the model.
+      entry: the index of the current layer in ``layers``.
+      number: the index of the current layer in the model.
       sources: see ``KVCache.sources``.
-      after: the keys and lengths of the call. Except in the first layer, a fetch does not start
-        before they are computed.
+      after: the keys and lengths of the call. A fetch starts only after they are computed, except
+        in the first layer.
     """
     later = set(() if sources is None else sources[number:])
     result = list(layers)
@@ -372,7 +385,7 @@ def prefetch_bodies(
 
 
 def _fetch_body(layer: LayerCache, after: tuple[KeysValues, PerRow] | None) -> Body:
-    """The body of a layer in device memory; on a mesh, each device's shard."""
+    """Copy the body of a layer to device memory. On a mesh, each device copies its shard."""
     placement, stores = layer.policy.placement, (layer.keys, layer.values)
     mesh_sharding = placement.mesh_sharding
     if mesh_sharding is None or after is None:

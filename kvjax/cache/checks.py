@@ -1,4 +1,4 @@
-"""Check a cache: its arrays before an operation, its status bits after traced steps."""
+"""Check a cache: its arrays before an operation, and its status bits after traced steps."""
 
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -41,12 +41,12 @@ def validated(
       what: the function's name, for error messages.
       cache: the argument.
       layer: the only layer that the function reads; None for all.
-      between: whether the function needs a cache without a pending append.
+      between: whether the function needs a cache with no call in progress.
       outside: whether the function needs concrete arrays.
 
     Raises:
-      ValueError: if ``cache`` is not a cache, its arrays were donated or do not fit its policies,
-        an append is pending, or it is traced although it must not be.
+      ValueError: if ``cache`` is not a cache, its arrays were donated or do not fit its policies, a
+        call is in progress, or the cache is traced although it must not be.
     """
     check_cache(what, cache)
     entries, seen = range(len(cache.layers)), cache
@@ -72,7 +72,8 @@ def check_cache(what: str, cache: object) -> None:
 
 
 def check_arrays(what: str, cache: object) -> None:
-    """``check_cache``, and raise ``ValueError`` if its leaves are not arrays or were donated."""
+    """Raise ``ValueError`` if ``cache`` is not a `KVCache`, or its leaves are not arrays or were
+    donated."""
     check_cache(what, cache)
     for x in jax.tree.leaves(cache):
         if isinstance(x, jax.ShapeDtypeStruct):
@@ -130,7 +131,7 @@ def _check_pools(what: str, cache: KVCache) -> None:
 
 
 def _describe(layer_cache: LayerCache, part: str) -> str:
-    """Dtypes and shapes of a part of a layer, for error messages."""
+    """Return the dtypes and shapes of a part of a layer as text, for error messages."""
     arrays = jax.tree.leaves(getattr(layer_cache, part))
     return " and ".join(f"{x.dtype}{list(x.shape)}" for x in arrays) or "none"
 
@@ -176,9 +177,9 @@ def _in_place(what: str, cache: KVCache, entries: Iterable[int]) -> KVCache:
     BAD_PAGE,
     MISSED_LAYER,
 ) = (1 << bit for bit in range(12))
-"""Bits of ``KVCache.status``. ``LOST``: the cache was converted to a layout that needs tokens that
-it did not hold. ``BAD_PAGE``: a table has a number that is not a page. ``MISSED_LAYER``: a call did
-not append to every layer of a stack exactly once."""
+"""Bits of ``KVCache.status``. ``LOST`` means that the cache was converted to a layout that needs
+tokens which the cache no longer had. ``BAD_PAGE`` means that a page table has a number outside the
+pool. ``MISSED_LAYER`` means that a call did not append exactly once to every layer of a stack."""
 
 _ERRORS: dict[type[Exception], dict[int, str]] = {
     CacheOverflowError: {
@@ -221,16 +222,18 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
         NON_FINITE: "the logits of row(s) {rows} are not finite numbers",
     },
 }
-"""The errors that ``check`` raises, in this order."""
+"""The errors that ``check`` raises. It raises the first in this order whose bit is set."""
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:
-    """Record that the logits of ``rows``, bool[batch], are not finite numbers; see ``check``."""
+    """Record in the status that the logits of the rows where ``rows`` (bool[batch]) is true are not
+    finite; see ``check``."""
     return replace(cache, status=cache.status | flag_where(rows, NON_FINITE))
 
 
 def note_tokens(cache: KVCache, rows: Array) -> KVCache:
-    """Record that ``rows``, bool[batch], were given tokens outside the vocabulary."""
+    """Record in the status that the rows where ``rows`` (bool[batch]) is true received tokens
+    outside the vocabulary."""
     return replace(cache, status=cache.status | flag_where(rows, NO_SUCH_TOKEN))
 
 
@@ -238,11 +241,11 @@ def check(cache: KVCache) -> None:
     """Raise the errors that traced steps could only record.
 
     Raises:
-      CacheOverflowError: if a row was given more tokens than it can hold.
+      CacheOverflowError: if the tokens of a row did not fit.
       NonFiniteError: if logits, or keys or values for a quantized cache, were not finite.
-      ValueError: if a traced argument was wrong: ``lengths``, a token, a row's number, a number of
-        tokens to rewind, or a conversion that needs tokens that the cache did not hold. Also if
-        called inside ``jit``.
+      ValueError: if a traced argument was wrong (``lengths``, a token, a row index, or a number of
+        tokens to rewind), or a conversion needed tokens that the cache no longer had. Also if
+        ``check`` is called inside ``jit``.
 
     Example:
       ```python
@@ -265,8 +268,8 @@ def check(cache: KVCache) -> None:
 
 @automatic_axes
 def clear_status(cache: KVCache) -> KVCache:
-    """The cache with its status cleared, so that ``check`` raises nothing; call it once the cause
-    has been handled.
+    """Clear the status of a cache, so that ``check`` raises nothing. Call this after handling the
+    cause.
 
     Example:
       ```python

@@ -62,28 +62,30 @@ def init_cache(
     """Allocate an empty cache.
 
     Args:
-      config: the model's config: kvjax's, Transformers' or your own. ``num_hidden_layers``,
-        ``num_key_value_heads``, ``head_dim`` and ``dtype`` are required, but ``dtype`` may be
-        missing if the policy names one. If present, ``position_limit`` (how many positions the
-        model has) and the attributes for windows and shared layers are used as well.
-      policy: one policy for all layers, a preset's name, or a list with one policy per layer; by
-        default ``policy("static")``.
-      batch: rows.
-      max_len: tokens that a row can hold. A dense layout requires it. A growing layout can grow up
-        to it. A ring uses only ``max_len`` slots if that is less than its sinks, window and slack.
-      mesh: a mesh to shard the cache over, see ``make_mesh``; by default it is on one device.
+      config: the model's config, from kvjax, from Transformers or your own. It must have
+        ``num_hidden_layers``, ``num_key_value_heads`` and ``head_dim``, and also ``dtype`` unless
+        the policy sets it. If present, ``position_limit`` (the number of positions that the model
+        supports) and the attributes for windows and shared layers are used as well.
+      policy: one policy for all layers, a preset's name, or a list with one policy per layer. The
+        default is ``policy("static")``.
+      batch: the number of rows.
+      max_len: the maximum number of tokens per row. A dense layout requires it. A growing layout
+        can grow up to it. A ring uses only ``max_len`` slots if that is less than its sinks, window
+        and slack together.
+      mesh: the mesh to shard the cache over, see ``make_mesh``. By default the cache is on one
+        device.
       stacked: store equal layers in one array, [layers, batch, kv_heads, max_len, head_dim], for
-        models that run their layers in a ``lax.scan``; see ``stack``. By default the config's
-        ``stacked``, or False.
+        models that run their layers in a ``lax.scan``; see ``stack``. The default is the config's
+        ``stacked``, or False if it has none.
       rotary_len: the sequence length for rotary frequencies that depend on it (longrope, dynamic
-        NTK); by default the longest that the cache can hold. If longer sequences have other
-        frequencies, a row holds at most ``rotary_len`` tokens, because keys in the cache keep the
-        rotation that they were written with.
+        NTK). The default is the longest that fits in the cache. If longer sequences have different
+        frequencies, a row has at most ``rotary_len`` tokens, because cached keys keep the rotation
+        with which they were written.
 
     Raises:
       ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive integer, ``max_len``
         exceeds the model's positions, a list of policies has the wrong length, the mesh does not
-        divide the rows, or layers that read the keys of others would be stacked.
+        divide the rows, or layers would be stacked that read another layer's keys.
       CacheMemoryError: if the cache does not fit in the memory of the device or the host.
 
     Example:
@@ -115,8 +117,8 @@ def as_memory_error(message: Callable[[], str]) -> Iterator[None]:
 
 
 def _with_size_in_errors(make: Callable[_P, KVCache]) -> Callable[_P, KVCache]:
-    """A decorator that raises ``CacheMemoryError``, with the size of the cache, if ``make`` runs
-    out of memory."""
+    """Decorate ``make`` so that it raises ``CacheMemoryError``, with the size of the cache, if it
+    runs out of memory."""
 
     @functools.wraps(make)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> KVCache:
@@ -147,8 +149,8 @@ def allocate(
     stacked: bool | None = None,
     rotary_len: int | None = None,
 ) -> KVCache:
-    """``init_cache`` for rows of ``initial_len`` tokens at first. Layouts that can grow start with
-    it; the others use it as their capacity if ``max_len`` is not given."""
+    """Do the work of ``init_cache``. Layouts that can grow start with a capacity of ``initial_len``
+    tokens. Other layouts use it as their capacity if ``max_len`` is not given."""
     register_with_flax()
     batch = as_int("batch", batch, 1, MAX_DIMENSION)
     config = decoder_config(config)
@@ -166,12 +168,12 @@ def allocate(
     if mesh_sharding is not None:
         mesh_sharding.check_rows(batch)
         check_not_target_mesh(mesh_sharding.mesh)
-    # A policy from another cache may name another platform; these arrays are for this one.
+    # A policy from another cache may name a different platform. The arrays are for the current one.
     policies = [
         replace(x, placement=x.placement.on_mesh(mesh_sharding or x.placement.mesh_sharding))
         for x in policies
     ]
-    # Layers that read another layer's keys and values have none of their own.
+    # Layers that read another layer's keys and values get no arrays.
     own = [n for n in range(len(policies)) if sources is None or sources[n] == n]
 
     def resolve(max_len: int | None) -> list[CachePolicy]:
@@ -221,8 +223,8 @@ def allocate(
 
 
 def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | None) -> None:
-    """Raise ``ValueError`` if layers can't be stacked. ``layers``: the number of those that have
-    keys and values of their own."""
+    """Raise ``ValueError`` if layers can't be stacked. ``layers`` is the number of layers with
+    their own keys and values."""
     if sources is not None and layers < len(sources):
         raise ValueError(
             "layers that read the keys of an earlier one can't be stacked: in a scan every layer "
@@ -236,8 +238,8 @@ def check_stacks(layers: int, sources: Sequence[int] | None, budget: Budget | No
 
 
 def stacks_of(kinds: Sequence[Hashable]) -> tuple[tuple[int, int], ...]:
-    """For each layer, the number of its stack and its number in that stack. Layers of the same kind
-    are in one stack."""
+    """For each layer, return the index of its stack and its index in that stack. Layers of the same
+    kind are in one stack."""
     entries = {kind: entry for entry, kind in enumerate(dict.fromkeys(kinds))}
     sizes: Counter[int] = Counter()
     stacks = []
@@ -256,8 +258,8 @@ def new_layer(
     window: int | None,
     stack: int | None = None,
 ) -> LayerCache:
-    """An empty layer, or a stack, where the policy places it. On a mesh each device allocates its
-    own shard."""
+    """Allocate an empty layer, or an empty stack, in the memory that the policy chooses. On a mesh,
+    each device allocates its own shard."""
     if policy.placement.mesh_sharding is None:
         return empty_layer(policy, batch, kv_heads, head_dim, window, stack).placed()
     return _sharded_layer(policy, batch, kv_heads, head_dim, window, stack)()
@@ -265,7 +267,7 @@ def new_layer(
 
 @functools.lru_cache(maxsize=256)
 def _sharded_layer(policy: CachePolicy, *shape: int | None) -> Callable[[], LayerCache]:
-    """The program that allocates an empty layer on the devices of a mesh."""
+    """Return the program that allocates an empty layer on the devices of a mesh."""
     make, placement = functools.partial(empty_layer, policy, *shape), policy.placement
     mesh_sharding = placement.mesh_sharding
     assert mesh_sharding is not None

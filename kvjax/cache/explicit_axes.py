@@ -1,9 +1,8 @@
 """Run functions of caches under a mesh with explicit axes, set with ``jax.set_mesh``.
 
-Under such a mesh the type of every array says how it is divided, and JAX rejects operations whose
-result could be divided in several ways, which includes most writes into a cache. These functions
-therefore run with automatic axes, where the compiler decides, and their results are divided like
-their arguments.
+Under such a mesh, the type of every array says how it is divided. JAX rejects operations whose
+result could be divided in several ways, such as most writes into a cache. So kvjax's functions run
+with automatic axes, where the compiler decides, and then divide their results like their arguments.
 """
 
 import functools
@@ -24,11 +23,13 @@ _T = TypeVar("_T")
 
 
 def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A decorator that runs ``function`` with explicit axes of the mesh as automatic ones.
+    """Decorate ``function`` so that it runs with the mesh's explicit axes turned into automatic
+    ones.
 
     Each array of a returned cache is divided like the same array of the cache argument. Other
     arrays are divided like an argument of the same shape, or else along their rows. A cache on a
-    mesh of ``kvjax.make_mesh`` is rejected, because the mesh that is set has other axes.
+    mesh of ``kvjax.make_mesh`` is rejected, because the mesh set by ``jax.set_mesh`` has different
+    axes.
     """
 
     @allow_host_to_device
@@ -49,7 +50,7 @@ def automatic_axes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _without(names: Container[str], x: object) -> object:
-    """Remove axes from the sharding in the type of an array."""
+    """Remove the axes ``names`` from the sharding in the type of an array."""
     if not isinstance(x, jax.Array):
         return x
     axes = []
@@ -60,7 +61,7 @@ def _without(names: Container[str], x: object) -> object:
 
 
 def _axis_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes in an entry of a ``PartitionSpec``."""
+    """Return the mesh axes in an entry of a ``PartitionSpec``."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
@@ -86,7 +87,7 @@ class _Divisions:
         self.rows = first[0] if first else None
 
     def apply(self, result: _T) -> _T:
-        """The result of the function, divided like its arguments."""
+        """Divide the result of the function like its arguments."""
 
         def one(x: PyTree) -> PyTree:
             if not _is_cache(x):

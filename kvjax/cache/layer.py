@@ -25,7 +25,7 @@ from kvjax.policies.cache_policy import CachePolicy
 class Tail:
     """The newest tokens of a layer, stored raw: [batch, kv_heads, slots, head_dim].
 
-    Keys are unrotated if the body's codec is ``before_rotary``, else rotated.
+    Keys are unrotated if the body's codec has ``before_rotary``, otherwise rotated.
     """
 
     keys: Array
@@ -34,9 +34,11 @@ class Tail:
 
 @pytree_dataclass
 class Strip:
-    """What the queries of a call of more than one block see raw, between ``append`` and
-    ``advance``: the tail before the call, and the keys and values of the call, stored as
-    in the tail."""
+    """The raw tokens that the queries of a call of more than one block see: the tail before the
+    call, and the keys and values of the call.
+
+    It exists only between ``append`` and ``advance``. Keys and values are stored as in the tail.
+    """
 
     tail: Tail
     keys: Array
@@ -51,21 +53,20 @@ Body = tuple[Store, Store]
 class LayerCache:
     """The stored keys and values of one layer, or of a stack of layers, and their policy.
 
-    ``keys``, ``values``: as the codecs store them; ``kvjax.read`` returns them as numbers. With
-    ``Raw`` codecs and no tail, arrays [batch, kv_heads, slots, head_dim] (on CPUs before JAX 0.11,
-    the bits of 16-bit floats). With a tail, the body: [batch, kv_heads, blocks, block, head_dim],
-    stored in the order ``orders``. If slots are in pages, the pool's pages take the
-    place of the rows.
+    ``keys`` and ``values`` are in the form in which the codecs store them. ``kvjax.read`` returns
+    them as numbers. With ``Raw`` codecs and no tail, they are arrays [batch, kv_heads, slots,
+    head_dim] (16-bit floats are stored as bits on CPUs before JAX 0.11). With a tail, they are the
+    body, [batch, kv_heads, blocks, block, head_dim], stored in the order ``orders``. If slots are
+    in pages, the first axis is the pages of the pool instead of the rows.
 
-    ``window``: the layer's own window, from the model's config.
+    ``window`` is the layer's window in the model's config. ``tail`` has the newest tokens; None if
+    the policy has no tail. ``strip`` exists only between ``append`` and ``advance`` of a call of
+    more than one block. ``low`` (int32[batch]) is the first position, apart from sinks, whose token
+    a conversion could supply. ``fetched`` is the body on the device, during a call, if the
+    placement prefetches it.
 
-    ``tail``: the newest tokens; None if the policy has no tail. ``strip``: between ``append`` and
-    ``advance`` only, after a call of more than one block. ``low``: int32[batch], the first
-    position, except sinks, whose token a conversion could supply. ``fetched``: within a call, the
-    body on the device, if the placement prefetches it.
-
-    ``stack``: the number of layers if this is a stack of equal layers: all arrays are [layers,
-    ...], except ``strip``, which belongs to the layer ``strip_of``, int32[].
+    ``stack`` is the number of layers if this is a stack of equal layers. All arrays then have a
+    first axis of layers, except for ``strip``, which belongs to the layer ``strip_of`` (int32[]).
     """
 
     keys: Store
@@ -82,8 +83,8 @@ class LayerCache:
     strip_of: Scalar | None = None
 
     def __setstate__(self, fields: dict[str, object]) -> None:
-        """Restore from a pickle, and move the body to where the policy places it: pickles do not
-        record kinds of memory."""
+        """Restore from a pickle, and move the body to the memory of its policy, because pickles do
+        not record kinds of memory."""
         self.__dict__.update(fields)
         arrays = all(isinstance(x, jax.Array | np.ndarray) for x in jax.tree.leaves(self))
         if arrays and not self.in_place:
@@ -91,33 +92,33 @@ class LayerCache:
 
     @property
     def in_place(self) -> bool:
-        """Whether all arrays are JAX arrays, and the body is in the kind of memory of its
-        policy."""
+        """Whether all arrays are JAX arrays and the body is in the kind of memory that its policy
+        chooses."""
         space, body = self.policy.placement.space, jax.tree.leaves((self.keys, self.values))
         arrays = all(isinstance(x, jax.Array) for x in jax.tree.leaves(self))
         return arrays and all(jax.typeof(x).memory_space == space for x in body)
 
     @property
     def orders(self) -> tuple[Orders, Orders]:
-        """The orders in which the arrays of keys and of values are kept."""
+        """The orders in which the arrays of keys and of values are stored."""
         return self.policy.orders(self.kv_heads, self.head_dim)
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return jax.tree.leaves(self.keys)[0].shape[0 if self.stack is None else 1]
 
     def copy(self) -> "LayerCache":
-        """A copy of all arrays."""
+        """Copy all arrays."""
         return self.map_arrays(jnp.copy)
 
     def take_rows(self, rows: Array) -> "LayerCache":
-        """The rows ``rows``, int[n], clipped to those that exist. Pages are unchanged."""
+        """Select the rows ``rows`` (int[n], clipped to existing rows). Pages are unchanged."""
         return self._map_rows(lambda x: jnp.take(x, rows, axis=0, mode="clip"))
 
     def set_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
-        """Replace rows ``rows``, int[n], by rows of ``others``; out-of-range rows are ignored.
-        Pages are taken from ``others``."""
+        """Replace the rows ``rows`` (int[n]) by the rows of ``others``. Out-of-range rows are
+        ignored. If slots are in pages, all pages are those of ``others``."""
 
         def set_in(old: PyTree, new: PyTree) -> PyTree:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)
@@ -129,7 +130,7 @@ class LayerCache:
         return replace(self, keys=others.keys, values=others.values, tail=tail, low=low)
 
     def repeat_rows(self, times: int) -> "LayerCache":
-        """Each row ``times`` times. Pages are unchanged."""
+        """Repeat each row ``times`` times. Pages are unchanged."""
         return self._map_rows(lambda x: jnp.repeat(x, times, axis=0))
 
     def _map_rows(self, change: Callable[[Array], Array]) -> "LayerCache":
@@ -144,12 +145,13 @@ class LayerCache:
         return replace(self, tail=tail, strip=strip, low=low)
 
     def concatenate(self, others: Sequence["LayerCache"]) -> "LayerCache":
-        """Concatenate the rows, or the pages, of this layer and of others with the same
+        """Concatenate the rows (or the pages) of this layer and of other layers with the same
         policy."""
         return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
-        """Apply ``change``, on the device, to every array and the same array of ``others``."""
+        """Apply ``change`` on the device to every array. It also receives the same array of each
+        layer in ``others``."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
         if placement.mesh_sharding is not None:
@@ -157,12 +159,12 @@ class LayerCache:
         return replace(near, keys=placement.far(near.keys), values=placement.far(near.values))
 
     def near(self) -> "LayerCache":
-        """This layer with the whole body in device memory."""
+        """Return this layer with the whole body in device memory."""
         placement = self.policy.placement
         return replace(self, keys=placement.near(self.keys), values=placement.near(self.values))
 
     def placed(self) -> "LayerCache":
-        """This layer with every array in the memory that the policy chooses."""
+        """Return this layer with every array in the memory that the policy chooses."""
         placement = self.policy.placement
         if (mesh_sharding := placement.mesh_sharding) is not None:
             specs, kind = self.partition_specs(), placement.memory_kind
@@ -176,7 +178,7 @@ class LayerCache:
         return replace(self, keys=body[0], values=body[1], tail=rest[0], low=rest[1])
 
     def partition_specs(self) -> "LayerCache":
-        """The ``PartitionSpec`` of each array, for a layer on a mesh."""
+        """Return the ``PartitionSpec`` of each array, for a layer on a mesh."""
         mesh_sharding = self.policy.placement.mesh_sharding
         assert mesh_sharding is not None
 
@@ -208,7 +210,7 @@ class LayerCache:
 def layer_shapes(
     policy: CachePolicy, batch: int, kv_heads: int, head_dim: int, stack: int | None = None
 ) -> LayerCache:
-    """An empty layer, or a stack, as shapes."""
+    """Return the shapes of an empty layer, or of an empty stack."""
     make = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, None, stack)
     return jax.eval_shape(make)
 
@@ -221,7 +223,7 @@ def empty_layer(
     window: int | None,
     stack: int | None = None,
 ) -> LayerCache:
-    """An empty layer, or a stack of ``stack`` empty layers."""
+    """Create an empty layer, or a stack of ``stack`` empty layers."""
     if stack is not None:
         one = functools.partial(empty_layer, policy, batch, kv_heads, head_dim, window)
         return replace(jax.vmap(lambda _: one())(jnp.arange(stack, dtype=jnp.int32)), stack=stack)
@@ -245,22 +247,24 @@ _T = TypeVar("_T")
 
 
 def unstacked(stack: LayerCache, index: Array) -> LayerCache:
-    """Layer ``index``, int32[], of a stack. Its body and tail remain arrays of all layers.
+    """Return layer ``index`` (int32[]) of a stack. Its body and tail remain arrays of all layers.
 
-    They are not reshaped to rows of all layers: if a stack or a batch has size 1, a compiler may
-    take that for another order of axes, or store reads and writes separately, and copy everything.
+    The axes of layers and rows are not merged by a reshape. If a stack or a batch has size 1, a
+    compiler may take the reshape for a different order of axes, or store reads and writes
+    separately, and copy everything.
     """
     return replace(stack, low=index_stack(stack.low, index), stack=None)
 
 
 def check_strip(stack: LayerCache, index: Array, new: int) -> Array | None:
-    """bool[]: whether the strip of a stack belongs to layer ``index``.
+    """Check that the strip of a stack belongs to layer ``index``. A stack keeps only the strip of
+    the layer that was appended to last.
 
-    A stack keeps the strip of the layer that was appended to last. None if a call of ``new`` tokens
-    needs no strip.
+    Returns:
+      bool[], whether it does; None if a call of ``new`` tokens needs no strip.
 
     Raises:
-      ValueError: if it does not, and nothing is traced.
+      ValueError: if it does not, and no value is traced.
     """
     if stack.tail is None or new <= stack.policy.split.block:
         return None
@@ -275,14 +279,15 @@ def check_strip(stack: LayerCache, index: Array, new: int) -> Array | None:
 
 
 def index_stack(arrays: _T, index: Array | None) -> _T:
-    """Slice one layer out of arrays [layers, ...]; without an index return them unchanged."""
+    """Slice one layer out of arrays [layers, ...]. If ``index`` is None, return them unchanged."""
     if index is None:
         return arrays
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), arrays)
 
 
 def update_stack(arrays: _T, new: _T, index: Array | None) -> _T:
-    """Write one layer of arrays [layers, ...] in place; without an index return ``new``."""
+    """Write ``new`` to one layer of arrays [layers, ...] in place. If ``index`` is None, return
+    ``new``."""
     if index is None:
         return new
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, index, 0), arrays, new)

@@ -22,13 +22,13 @@ Pools = tuple[PageAllocator, ...]
 
 
 def with_pools(cache: KVCache) -> KVCache:
-    """The cache, whose rows are empty, with pools whose pages are all free."""
+    """Give a cache with empty rows its pools, in which all pages are free."""
     pools = tuple(empty_pool(group, cache) for group in cache.page_groups)
     return replace(cache, pools=cache.layers[0].policy.placement.put(pools))
 
 
 def empty_pool(group: PageGroup, cache: KVCache) -> PageAllocator:
-    """A pool for the rows of a cache, with all pages free, as NumPy arrays."""
+    """Create a pool for the rows of a cache as NumPy arrays. All its pages are free."""
     pages, mesh_sharding = group.layout.pool, cache.mesh_sharding
     assert pages is not None
     shards = 1 if mesh_sharding is None else mesh_sharding.rows
@@ -36,10 +36,10 @@ def empty_pool(group: PageGroup, cache: KVCache) -> PageAllocator:
 
 
 def pool_for(group: PageGroup, cache: KVCache) -> tuple[PageAllocator, RowMask]:
-    """A pool in which each row of a cache has the pages that its tokens need.
+    """Create a pool in which each row of a cache has the pages that its tokens need.
 
     Returns:
-      The pool, and the rows that got no pages because there are too few.
+      The pool, and bool[batch], the rows that got no pages because there are too few.
     """
     layout, pool = group.layout, empty_pool(group, cache)
     pool = PageAllocator(*(jnp.asarray(x) for x in (pool.table, pool.refs, pool.stack, pool.left)))
@@ -56,16 +56,16 @@ def pool_for(group: PageGroup, cache: KVCache) -> tuple[PageAllocator, RowMask]:
 
 
 def take_pages(cache: KVCache, new: int, requested: PerRow) -> tuple[Pools, RowMask, RowMask]:
-    """Take the pages that a call writes to, and free those that windows have left.
+    """Take the pages that a call writes to, and free pages that are out of the window.
 
     Args:
       cache: a cache with pools.
-      new: the most tokens of a row.
-      requested: int32[batch], the tokens of each row.
+      new: the maximum number of tokens of a row.
+      requested: int32[batch], the number of tokens of each row.
 
     Returns:
-      The pools; the rows that got all their pages in every pool, while the others got none in any;
-      and the rows whose table has a number that is no page.
+      The new pools; the rows that got all their pages in every pool (other rows got no page in any
+      pool); and the rows whose page table refers to a page outside the pool.
     """
     groups = cache.page_groups
 
@@ -91,7 +91,7 @@ def take_pages(cache: KVCache, new: int, requested: PerRow) -> tuple[Pools, RowM
 
 
 class PageRequest:
-    """The pages that a call needs from one pool, and those that it frees."""
+    """The pages that a call takes from one pool, and the pages that it frees."""
 
     def __init__(
         self,
@@ -120,8 +120,8 @@ class PageRequest:
             self.freed = layout.column_of(pages), which
 
     def granted(self, rows: RowMask | None = None) -> tuple[PageAllocator, RowMask]:
-        """The pool after the call, or after the call for some rows; and the rows that got all
-        pages."""
+        """Take and free the pages, for all rows or only for ``rows``. Returns the new pool, and the
+        rows that got all their pages."""
         needed, freed = self.needed, self.freed
         if rows is not None:
             needed = needed & rows[:, None]
@@ -129,7 +129,7 @@ class PageRequest:
         return self.pool.append(self.columns, needed, freed)
 
     def invalid(self, pool: PageAllocator, rows: RowMask) -> RowMask:
-        """The ``rows`` that would write to a page that does not exist."""
+        """Return which of ``rows`` would write to a page that does not exist."""
         size = self.layout.page_size
         pages = (self.begin // size)[:, None] + arange_row(self.layout.spanned(self.new))
         columns = self.layout.column_of(pages)
@@ -140,13 +140,14 @@ class PageRequest:
 
 
 def fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
-    """Pools and layers of a cache for new rows that continue ``rows``, int32[n].
+    """Give new rows the pages of the old rows ``rows`` (int32[n]) that they continue.
 
-    New rows share the pages of the old ones; pages that they will write to are copied. On a mesh
-    ``rows`` are numbers within each device's own rows.
+    The new rows share the pages of the old rows, except that pages to which they will write are
+    copied. On a mesh, each entry of ``rows`` is an index among its device's rows.
 
     Returns:
-      The cache, and bool[n], the new rows that got the pages they need.
+      The cache with new pools and layers, and bool[n], the new rows that got all pages that they
+      need.
     """
     groups, pending = cache.page_groups, cache.pending
     count = jnp.zeros_like(cache.length) if pending is None else pending.count
@@ -166,11 +167,11 @@ def fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask]:
 
 
 def trim_pages(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
-    """Pools and layers of a cache whose rows keep their first ``length`` tokens.
+    """Free pages of a cache, so that its rows keep only their first ``length`` tokens.
 
     Returns:
-      The cache, and bool[batch], the rows that have a page to continue in. The others keep all
-      their pages.
+      The cache with new pools and layers, and bool[batch], the rows that have a page to continue
+      in. Other rows keep all their pages.
     """
     groups = cache.page_groups
 
@@ -196,7 +197,8 @@ def trim_pages(cache: KVCache, length: PerRow) -> tuple[KVCache, RowMask]:
 
 
 def free_pages(cache: KVCache, rows: RowMask) -> Pools:
-    """The pools of a cache, without the pages of some rows, bool[batch]."""
+    """Free the pages of the rows where ``rows`` (bool[batch]) is true. Returns the cache's new
+    pools."""
 
     def free(pools: Pools, rows: RowMask) -> Pools:
         return tuple(pool.free(rows) for pool in pools)
@@ -205,8 +207,11 @@ def free_pages(cache: KVCache, rows: RowMask) -> Pools:
 
 
 def _written_columns(group: PageGroup, length: PerRow, count: PerRow, new: int) -> list[Array]:
-    """The columns, int32[batch] each, of the pages that rows of ``length`` will write to and
-    already have; -1 for none. ``count`` and ``new`` describe a pending append."""
+    """Return the columns of pages that rows of length ``length`` already have and will write to.
+
+    Each array in the list is int32[batch], with -1 for rows without such a page. ``count`` and
+    ``new`` describe the call in progress: the tokens of each row, and their maximum.
+    """
     layout = group.layout
     begin, end = group.units(length), group.units(length + count)
     first = begin // layout.page_size
@@ -219,18 +224,19 @@ def _written_columns(group: PageGroup, length: PerRow, count: PerRow, new: int) 
 
 
 def _marks(cache: KVCache, group: PageGroup) -> PerRow:
-    """int32[batch]: the lowest ``written`` of the layers of a group."""
+    """Return int32[batch]: the minimum of ``written`` over the layers of a group."""
     groups = enumerate(layer.policy.page_group for layer in cache.layers)
     entries = np.array([n for n, own in groups if own == group], np.int32)
     return jnp.min(cache.written[:, entries], axis=1)
 
 
 def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
-    """The layers of a cache after ``copies``, one for each of its page groups."""
+    """Copy pages, given as one ``Copies`` for each of the cache's page groups. Returns the cache's
+    new layers."""
     by_group = dict(zip(cache.page_groups, copies, strict=True))
     sources = [pages.source for pages in by_group.values()]
     if not any(is_traced(x) or np.any(fetch(x) >= 0) for x in sources):
-        return cache.layers  # the same arrays, which nobody has donated
+        return cache.layers  # the same arrays, which were not donated
 
     def one(layer_cache: LayerCache) -> LayerCache:
         group, stack = layer_cache.policy.page_group, layer_cache.stack
@@ -241,7 +247,7 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
         def copy(body: PyTree, source: Array, target: Array) -> PyTree:
             if stack is None:
                 return copy_pages(body, orders, placement, source, target)
-            # The pages of all layers, as if they were one pool.
+            # Treat the pages of all layers as one pool.
             pool = jax.tree.leaves(body)[0].shape[1]
             first = pool * jnp.arange(stack, dtype=jnp.int32)[:, None]
             pages = [jnp.where(x >= 0, x + first, -1).ravel() for x in (source, target)]
@@ -266,7 +272,8 @@ def _copied(cache: KVCache, copies: Iterable[Copies]) -> tuple[LayerCache, ...]:
 
 
 def _on_each_shard(cache: KVCache, function: Callable[..., PyTree], *args: PyTree) -> PyTree:
-    """``function`` of pools and arrays [batch, ...]; on a mesh, of each device's own."""
+    """Apply ``function`` to pools and to arrays [batch, ...]. On a mesh, apply it on each device to
+    the device's own part."""
     mesh_sharding = cache.mesh_sharding
     if mesh_sharding is None:
         return function(*args)

@@ -16,21 +16,21 @@ from kvjax.core.typing import Array, CachedKeysValues, LayerNumber, PerRow, Slot
 def read(
     cache: KVCache, layer: LayerNumber, *, rotary: RotaryTable | None = None
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
-    """The decoded keys and values of a layer, for your own attention.
+    """Return the decoded keys and values of a layer, for your own attention.
 
-    If the layer has a tail, the slots of the body come first, then the tail's. Each position
-    is in one of them, raw or decoded, as the query at the row's newest token sees it. Between
-    ``append`` and ``advance``, the tokens of the call are included, and its last token is the
-    newest.
+    If the layer has a tail, the slots of the body come first, then those of the tail. Each position
+    is in one of the two: raw or decoded, as a query at the row's newest token sees it. Between
+    ``append`` and ``advance``, the tokens of the call are included, and the last of them is the
+    newest token.
 
     Args:
       cache: the cache.
-      layer: which layer, as in ``append``.
+      layer: the index of the layer, as in ``append``.
       rotary: the layer's rotary table, if its codec stores keys unrotated (``Unrotated``).
 
     Returns:
-      Rotated keys and values, [batch, kv_heads, slots, head_dim]; and the position that each slot
-      holds, int32[batch, slots], -1 if it is empty or stale.
+      Rotated keys, values (both [batch, kv_heads, slots, head_dim]), and the position in each slot
+      (int32[batch, slots]), -1 if the slot is empty or its token no longer counts.
 
     Example:
       ```python
@@ -58,8 +58,7 @@ def read(
     marks = cache.written[:, entry]
     view = LayerView(layer_cache, before, length, marks, pages=table, index=index).unstacked()
     layer_cache = view.layer_cache
-    # With a strip, sinks of the call are in the tail, and its other tokens in a section of their
-    # own.
+    # With a strip, the call's sinks are in the tail, and its other tokens in a separate section.
     for section in sections(view, together=layer_cache.strip is None):
         section_keys, section_values, at = section.numbers()
         if section.split is not None:
@@ -79,13 +78,13 @@ def read(
 def tokens_at(
     layer_cache: LayerCache, length: PerRow, marks: PerRow, pages: Array | None, positions: Array
 ) -> tuple[Array, Array, Array]:
-    """The tokens at ``positions``, int32[batch, n], as exact as the layer has them.
+    """Return the tokens at ``positions`` (int32[batch, n]), raw where the layer has them raw.
 
-    ``length``, ``marks``, ``pages``: see ``LayerView``.
+    ``length``, ``marks`` and ``pages`` are as in ``LayerView``.
 
     Returns:
-      Keys and values, [batch, kv_heads, n, head_dim], and bool[batch, n], which of them the layer
-      has; the others are 0.
+      Keys, values (both [batch, kv_heads, n, head_dim]), and bool[batch, n], which of the tokens
+      the layer has. Missing tokens are 0.
     """
     keys = values = jnp.zeros((), layer_cache.policy.keys.dtype)
     available = jnp.zeros(positions.shape, bool)
@@ -110,8 +109,8 @@ def tokens_at(
 def blocks_at(
     layer_cache: LayerCache, length: PerRow, marks: PerRow, pages: Array | None, ids: Array
 ) -> tuple[Body, Array]:
-    """The encoded blocks ``ids``, int32[batch, n], of a body; and bool[batch, n], which of them it
-    has, while the others are undefined."""
+    """Return the encoded blocks ``ids`` (int32[batch, n]) of a body, and bool[batch, n], which of
+    them the body has. Missing blocks have undefined values."""
     split, batch = layer_cache.policy.split, ids.shape[0]
     source = jnp.clip(split.body.slot_of(ids), 0, split.body.slots - 1)
     every = jnp.arange(split.body.slots, dtype=jnp.int32)
@@ -127,7 +126,8 @@ def blocks_at(
 
 
 def _is_available(layer_cache: LayerCache, positions: Array) -> Array:
-    """Which positions the last conversion of the layer could supply; see ``LayerCache.low``."""
+    """Return which positions the last conversion of the layer could supply; see
+    ``LayerCache.low``."""
     if layer_cache.low is None:
         return jnp.ones((), bool)
     sinks = positions < layer_cache.policy.layout.sinks

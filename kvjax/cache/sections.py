@@ -1,7 +1,7 @@
-"""The sections of a layer: ranges of slots that are stored alike, such as body and tail.
+"""The sections of a layer: ranges of slots that are stored in the same way, such as body and tail.
 
-Attention, `read` and conversions read a layer section by section. Only this module, and the one
-that writes a layer, know which tokens are where and in which form.
+Attention, `read` and conversions read a layer section by section. Only this module and the module
+that writes a layer know where tokens are and in which form.
 """
 
 import functools
@@ -35,12 +35,13 @@ from kvjax.placement.pages import fit_units, read_pages
 
 @pytree_dataclass
 class LayerView:
-    """A layer to which a call has been appended.
+    """A layer to which the tokens of a call were appended.
 
-    ``before``, ``length``: int32[batch], tokens of each row before and after the call.
-    ``marks``: int32[batch], the layer's ``written`` before the call. ``rotary``: the layer's rotary
-    table. ``pages``: int32[batch, columns], the page table, if the layer is in pages. ``index``:
-    int32[], the layer of a stack; ``unstacked`` moves it to ``layer``.
+    ``before`` and ``length`` (int32[batch]) are the numbers of tokens of each row before and after
+    the call. ``marks`` (int32[batch]) is the layer's ``written`` before the call. ``rotary`` is the
+    layer's rotary table. ``pages`` (int32[batch, columns]) is the page table, if the layer is in
+    pages. ``index`` (int32[]) is the index of the layer in a stack; ``unstacked`` moves it to
+    ``layer``.
     """
 
     layer_cache: LayerCache
@@ -53,14 +54,16 @@ class LayerView:
     layer: Array | None = None
 
     def unstacked(self) -> "LayerView":
-        """A view of one layer, if this is a view of a stack."""
+        """Return a view of a single layer. A view of a stack becomes a view of the stack's layer
+        ``index``."""
         if self.index is None:
             return self
         layer_cache = unstacked(self.layer_cache, self.index)
         return replace(self, layer_cache=layer_cache, layer=self.index, index=None)
 
     def take_rows(self, rows: PerRow) -> "LayerView":
-        """A view of some rows, int32[n], of a layer in pages. Pages are unchanged."""
+        """Return a view of the rows ``rows`` (int32[n]) of a layer in pages. Pages are
+        unchanged."""
         layer = self.layer_cache
         arrays = dict(tail=layer.tail, strip=layer.strip, low=layer.low)
         cursors = dict(before=self.before, length=self.length, marks=self.marks, pages=self.pages)
@@ -72,26 +75,25 @@ class LayerView:
 class Section:
     """Consecutive units of a store. A unit is a token, or a block of tokens.
 
-    ``keys``, ``values``: stores in the form of ``codecs``. ``first``, ``size``: the units of the
-    section. ``unit``: tokens per unit.
+    ``keys`` and ``values`` are stores in the form of ``codecs``. The section has ``size`` units
+    from the unit ``first`` on, with ``unit`` tokens each.
 
-    ``position_of(slots, *cursors)``: int32[batch, slots], the position in each slot, -1 for none.
-    Slots count in tokens. It works elementwise, so that kernels can call it with the cursors of one
-    row. ``cursors``: int32[batch] each.
+    ``position_of(slots, *cursors)`` returns the position in each slot, int32[batch, slots], -1 if
+    it is empty. A slot has one token. The function is elementwise, so that kernels can call it with
+    the cursors of one row. Each of ``cursors`` is int32[batch].
 
-    ``span(start, size)``: the lowest and the highest position in units, over all rows.
+    ``span(start, size)`` returns the lowest and the highest position in a range of units, over all
+    rows. ``filled(near)`` returns how many units, from the first on, may contain tokens if rows
+    have ``near`` tokens. ``slot_of(positions)`` returns the slot of each position that is in the
+    section.
 
-    ``filled(near)``: units counted from the first that may hold tokens, if rows have ``near``
-    tokens.
-
-    ``slot_of(positions)``: the slot of each position, if the section holds it.
-
-    ``split``: the rule of sight of a layer with a tail; ``raw``: whether queries see these tokens
-    raw. ``capped``: these are sinks, whose distance to queries is capped. ``whole``: the section is
-    all of its arrays, and they can be multiplied without slicing. ``rotary``: a table to rotate
-    keys that are stored unrotated. ``placement``, ``orders``: where and in which order the arrays
-    are stored. ``pages``: int32[batch, columns], the page table, if the arrays are pages of
-    ``page`` units. ``layer``: int32[], the layer, if the arrays belong to a stack.
+    ``split`` says which tokens queries see raw, in a layer with a tail. ``raw`` says whether
+    queries see the tokens of this section raw. ``capped`` marks sinks, whose distance to queries is
+    capped. ``whole`` says that the section covers its arrays completely, so that they can be
+    multiplied without slicing. ``rotary`` is the table for keys that are stored unrotated.
+    ``placement`` and ``orders`` say where and in which order the arrays are stored. ``pages``
+    (int32[batch, columns]) is the page table, if the arrays are pages of ``page`` units. ``layer``
+    (int32[]) is the index of the layer, if the arrays belong to a stack.
     """
 
     keys: Store
@@ -117,7 +119,8 @@ class Section:
     layer: Array | None = None
 
     def positions(self, units: Array, start: Array | int) -> Array:
-        """int32[batch, tokens]: the positions in ``units``; -1 in units before ``start``."""
+        """Return the positions of the tokens in ``units``, int32[batch, tokens]. Tokens in units
+        before ``start`` get -1."""
         slots = units
         if self.unit > 1:
             slots = (units[:, None] * self.unit + arange_row(self.unit)).ravel()
@@ -125,8 +128,8 @@ class Section:
         return jnp.where(is_included, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
-        """The products of queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
-        kv_heads, rows, tokens]. ``long``: the keys are a whole section, on a CPU."""
+        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
+        kv_heads, rows, tokens]. ``long`` means that the keys are a whole section, on a CPU."""
         codec = self.codecs[0]
         if long:
             return long_scores(queries, codec.decode(keys))
@@ -138,9 +141,9 @@ class Section:
     def weighted_values(
         self, weights: Array, values: Store, positions: Array | None, dtype: str
     ) -> Array:
-        """The sum of stored values with weights [batch, kv_heads, rows, tokens]: float32[batch,
-        kv_heads, rows, head_dim]. ``positions``: values of slots without one are left out; None for
-        a whole section, on a CPU."""
+        """Sum stored values with weights [batch, kv_heads, rows, tokens]: float32[batch, kv_heads,
+        rows, head_dim]. Slots whose entry in ``positions`` is -1 are left out. ``positions`` is
+        None for a whole section on a CPU."""
         codec = self.codecs[1]
         if positions is None:
             return long_weighted_values(weights, codec.decode(values))
@@ -151,8 +154,8 @@ class Section:
         return plain_weighted_values(weights, numbers, present=positions[:, None, :, None] >= 0)
 
     def slice_units(self, start: Array, size: int) -> tuple[Store, Store]:
-        """Keys and values of units ``start`` to ``start + size - 1``, in the order of codecs.
-        ``size``: see ``fit_units``."""
+        """Return the keys and values of units ``start`` to ``start + size - 1``, in the order that
+        codecs expect. ``size`` must be a result of ``fit_units``."""
         stores, layer = (self.keys, self.values), self.layer
         if self.pages is not None:
             where = self.orders, self.placement, self.pages, self.page
@@ -170,8 +173,8 @@ class Section:
         )
 
     def as_pages(self) -> "Section":
-        """A section of a stack as pages of one pool with the pages of all layers. If rows are not
-        in pages, each row becomes a page."""
+        """Convert a section of a stack to pages of one pool that has the pages of all layers. If
+        rows are not in pages, each row becomes a page."""
         if self.layer is None:
             return self
         rows = jax.tree.leaves(self.keys)[0].shape[1]
@@ -184,23 +187,24 @@ class Section:
 
     @property
     def _units(self) -> int:
-        """Units of the arrays, which may hold several sections."""
+        """The number of units of the arrays, which may contain several sections."""
         store, order = jax.tree.leaves(self.keys)[0], jax.tree.leaves(self.orders[0])[0]
         units: int = store.shape[order.axis + (self.layer is not None)] // order.stride
         return units
 
     def fit_units(self, units: int, of: int = 1) -> int:
-        """A size for ``slice_units`` that is close to ``units`` and a multiple of ``of``."""
+        """Return a size for ``slice_units`` that is close to ``units`` and a multiple of ``of``."""
         whole = self.pages is None or self.size <= self.page
         return units if whole else fit_units(self.page, min(units, self.size), of)
 
     def _in_codec_order(self, stores: tuple[Store, Store]) -> tuple[Store, Store]:
-        """Stores in the order of codecs. Most devices keep them so."""
+        """Return stores in the order that codecs expect. On most devices they are stored in this
+        order."""
         as_is = {*jax.tree.leaves(self.orders)} == {AS_IS}
         return stores if as_is else restore(stores, self.orders)
 
     def stores(self) -> tuple[Store, Store]:
-        """Keys and values of all units, in the order of codecs."""
+        """Return the keys and values of all units, in the order that codecs expect."""
         if self.pages is not None:
             return self.slice_units(jnp.int32(0), self.pages.shape[1] * self.page)
         if self.layer is not None:
@@ -208,8 +212,9 @@ class Section:
         return self._in_codec_order(self.placement.near((self.keys, self.values)))
 
     def numbers(self) -> tuple[Array, Array, Array]:
-        """Decoded keys and values, [batch, kv_heads, tokens, head_dim], and the positions of their
-        slots, int32[batch, tokens]. Keys are rotated only if they are stored so."""
+        """Return decoded keys and values, both [batch, kv_heads, tokens, head_dim], and the
+        positions in their slots, int32[batch, tokens]. Keys are rotated only if they are stored
+        rotated."""
         stores, end = self.stores(), self.first + self.size
         stores = jax.tree.map(lambda x: lax.slice_in_dim(x, self.first, end, axis=2), stores)
         keys, values = (
@@ -223,13 +228,13 @@ class Section:
 def sections(
     view: LayerView, shard: Shard | None = None, *, together: bool = False
 ) -> list[Section]:
-    """The sections of a layer, in the order in which attention reads them.
+    """Return the sections of a layer, in the order in which attention reads them.
 
     Args:
       view: the layer.
-      shard: the shard of the slots to read, None for all of them.
-      together: return sinks in one section with the other slots of their array. Queries need them
-        separately.
+      shard: the shard of the slots to read; None for all slots.
+      together: return sinks and the other slots of their array as one section. Attention needs them
+        as separate sections.
     """
     layer, length = view.layer_cache, view.length
     policy, written = layer.policy, jnp.maximum(view.marks, length)
@@ -285,7 +290,8 @@ def _regions(
     together: bool,
     shard: Shard | None,
 ) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
-    """The regions of a layout or of its shard, and the layout or slice that answers for each."""
+    """Return the regions of a layout or of its shard, each with the layout (or slice of one) that
+    computes its positions."""
     if together:
         return [(Region(0, layout.slots), layout)]
     return layout.region_layouts() if shard is None else divide(layout, shard).region_layouts()
@@ -300,7 +306,7 @@ def _region_section(
     length: PerRow,
     written: PerRow,
 ) -> Section:
-    """The section of one region of a layout."""
+    """Return the section of one region of a layout."""
     region, layout = regions(shard)[number]
     return Section(
         *stores,
@@ -317,7 +323,8 @@ def _region_section(
 
 
 def _in_body(section: Section, view: LayerView) -> Section:
-    """The section with the page table and the layer of a body that is in pages or in a stack."""
+    """Add the page table, and the index of the layer, to a section of a body that is in pages or in
+    a stack."""
     group = view.layer_cache.policy.page_group
     page = 1 if group is None else group.layout.page_size
     whole = section.whole and group is None and view.layer is None
@@ -327,8 +334,8 @@ def _in_body(section: Section, view: LayerView) -> Section:
 def _positions(
     layout: Callable[[Shard | None], Any], shard: Shard | None, length: PerRow, written: PerRow
 ) -> dict[str, Any]:
-    """``position_of`` and ``cursors`` of a section, whose layout depends on the shard. The index of
-    the shard is one of the cursors."""
+    """Return the ``position_of`` and ``cursors`` of a section whose layout depends on the shard.
+    The index of the shard is one of the cursors."""
 
     def position_of(slots: Array, length: Cursors, written: Cursors, *index: Cursors) -> Array:
         own = None if shard is None else Shard(expand_over_slots(index[0]), shard.count)
@@ -347,7 +354,8 @@ def _call_section(
     raw: tuple[Codec, Codec],
     rotary: RotaryTable | None,
 ) -> Section:
-    """The section of the tokens of a call that has a strip, sinks aside, which are in the tail."""
+    """Return the section with the tokens of a call that has a strip. The call's sinks are in the
+    tail instead."""
     before, length, shard = view.before, view.length, split.shard
     count = strip.keys.shape[2]
     own = count if shard is None else -(-count // shard.count)

@@ -21,11 +21,12 @@ from kvjax.policies.cache_policy import CachePolicy
 
 
 def array_shardings(cache: KVCache, device: JaxDevice = None) -> PyTree:
-    """The sharding of each array of a cache, on its mesh or on ``device``: a pytree like the cache.
+    """Return the sharding of each array of a cache, on its mesh or on ``device``, as a pytree like
+    the cache.
 
     Raises:
       ValueError: if bodies are in host memory, and ``device`` is a target device whose compiler
-        does not support that.
+        does not support this.
     """
     mesh_sharding = cache.mesh_sharding
     if device is not None and any(x.policy.placement.needs_tail for x in cache.layers):
@@ -54,8 +55,8 @@ def array_shardings(cache: KVCache, device: JaxDevice = None) -> PyTree:
 
 
 def abstract_arguments(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Abstract arrays in the kinds of memory of their ``shardings``, to lower a program with these
-    as its ``in_shardings``."""
+    """Return abstract arrays in the kinds of memory of ``shardings``, to lower a program that has
+    ``shardings`` as its ``in_shardings``."""
 
     def one(x: jax.ShapeDtypeStruct, sharding: Sharding) -> ShapedArray:
         far = sharding.memory_kind == "pinned_host"
@@ -66,11 +67,11 @@ def abstract_arguments(tree: PyTree, shardings: PyTree) -> PyTree:
 
 
 def nbytes(cache: KVCache, mesh_sharding: MeshSharding | None = None) -> dict[str, int]:
-    """Bytes of all layers' keys and values, by place: ``"device"`` and ``"host"``.
+    """Return the bytes of all layers' keys and values, by place: ``"device"`` and ``"host"``.
 
     Args:
       cache: a cache on one device or on a mesh.
-      mesh_sharding: a mesh sharding. If given, only the shard of one device is counted. Pass
+      mesh_sharding: if given, only one device's shard in this sharding is counted. Pass
         ``cache.mesh_sharding`` for the cache's own mesh. By default, all bytes are counted.
 
     Raises:
@@ -95,7 +96,7 @@ def nbytes(cache: KVCache, mesh_sharding: MeshSharding | None = None) -> dict[st
 
 
 def shard_of(layer: LayerCache, mesh_sharding: MeshSharding) -> LayerCache:
-    """One device's shard of an empty layer like this one, as shapes."""
+    """Return the shapes of one device's shard of an empty layer like ``layer``."""
     policy = replace(layer.policy, placement=layer.policy.placement.on_mesh(mesh_sharding))
     whole = layer_shapes(policy, layer.batch, layer.kv_heads, layer.head_dim, layer.stack)
 
@@ -106,7 +107,7 @@ def shard_of(layer: LayerCache, mesh_sharding: MeshSharding) -> LayerCache:
 
 
 def shards_of(cache: KVCache, mesh_sharding: MeshSharding | None) -> list[LayerCache]:
-    """The layers of a cache, or one device's shard of each, as shapes."""
+    """Return the layers of a cache, or the shapes of one device's shard of each layer."""
     return [
         layer if mesh_sharding is None else shard_of(layer, mesh_sharding) for layer in cache.layers
     ]
@@ -116,8 +117,8 @@ def shards_of(cache: KVCache, mesh_sharding: MeshSharding | None) -> list[LayerC
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
 ) -> LayerBytes:
-    """Bytes of a layer with a resolved policy, on the device and with the placement ``host``; on a
-    mesh, per device."""
+    """Compute the bytes of a layer with a resolved policy, on the device and with the placement
+    ``host``. On a mesh they are bytes per device."""
 
     def body_and_tail(placement: Device) -> tuple[int, int]:
         layer = layer_shapes(policy.with_placement(placement), batch, kv_heads, head_dim)
@@ -132,8 +133,8 @@ def layer_sizes(
 def place_within(
     budget: Budget, policies: Sequence[CachePolicy], shapes: Sequence[tuple[int, int, int]]
 ) -> list[CachePolicy]:
-    """Resolved policies of layers, with as many of them on the host as a budget requires.
-    ``shapes``: batch, kv_heads and head_dim of each layer."""
+    """Place as many layers on the host as a budget requires. Returns the resolved policies of all
+    layers. ``shapes`` has the batch, kv_heads and head_dim of each layer."""
     sizes = [
         layer_sizes(policy, budget.placement, *shape)
         for policy, shape in zip(policies, shapes, strict=True)

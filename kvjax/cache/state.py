@@ -17,12 +17,14 @@ from kvjax.placement.mesh import MeshSharding
 
 @pytree_dataclass
 class PendingAppend:
-    """A call whose tokens are being appended. The first ``append`` begins it, ``advance`` ends it.
+    """A call in progress, whose tokens are being appended. The first ``append`` begins it, and
+    ``advance`` ends it.
 
-    ``count``: int32[batch], tokens that each row takes. ``requested``: int32[batch], tokens that
-    each row was given; it takes none of them if its pool has too few pages. ``new``: tokens per
-    row, including padding. ``entries``: indices of ``KVCache.layers`` that have been appended to.
-    ``append_counts``: the same for stacks, int32[stack] each: how often each layer was appended to.
+    ``requested`` (int32[batch]) is the number of tokens given for each row, and ``count``
+    (int32[batch]) the number that the row takes, which is 0 if its pool has too few pages. ``new``
+    is the number of tokens per row, including padding. ``entries`` has the indices in
+    ``KVCache.layers`` of layers that were appended to. ``append_counts`` has an array int32[layers]
+    for each stack: how often each of its layers was appended to.
     """
 
     count: PerRow
@@ -36,30 +38,23 @@ class PendingAppend:
 class KVCache:
     """The cache of a model.
 
-    ``layers``: one `LayerCache` per layer, or per stack of equal layers. ``stacks`` then gives, for
-    each layer of the model, its stack and its number in that stack.
-
-    ``length``: int32[batch], tokens that each row holds.
-
-    ``written``: int32[batch, layers], the most tokens that each row has ever held, for each of
-    ``layers``. After a rewind it shows which slots hold tokens that no longer count.
-
-    ``status``: int32[batch], errors of traced steps, as bits; see ``check``.
-
-    ``pending``: the call whose tokens are being appended, None between calls.
-
-    ``pools``: the page tables, one for each group of layers that share them (``page_groups``).
-
-    ``sources``: for each layer of the model, which of ``layers`` it reads; None if every layer has
-    its own keys and values.
-
-    ``positions``: the most tokens that a row can have with the model's positions and rotary
-    frequencies; None for no limit.
-
-    ``rotary_len``: the sequence length for which keys were rotated, if the model's rotary
-    frequencies depend on it (dynamic, longrope). It stays the same when the cache grows.
-
-    ``budget``: the device memory that the cache may use when it grows, from ``policy("auto")``.
+    Attributes:
+      layers: one `LayerCache` per layer, or one per stack of equal layers.
+      length: int32[batch], the number of tokens in each row.
+      written: int32[batch, layers], the maximum number of tokens that each row has ever had, for
+        each of ``layers``. After a rewind it shows which slots have tokens that no longer count.
+      status: int32[batch], errors of traced steps, as bits; see ``check``.
+      sources: for each layer of the model, the index in ``layers`` that it reads; None if every
+        layer has its own keys and values.
+      positions: the maximum number of tokens per row that the model's positions and rotary
+        frequencies allow; None for no limit.
+      rotary_len: the sequence length for which keys were rotated, if the model's rotary frequencies
+        depend on it (dynamic, longrope). It stays the same when the cache grows.
+      budget: the device memory that the cache may use when it grows, from ``policy("auto")``.
+      stacks: for each layer of the model, the index of its stack and its index in that stack; None
+        if layers are not stacked.
+      pending: the call in progress; None between calls.
+      pools: the page tables, one for each group of layers that share them (``page_groups``).
 
     Example:
       ```python
@@ -82,12 +77,13 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        """Rows."""
+        """The number of rows."""
         return self.length.shape[0]
 
     @property
     def max_len(self) -> int:
-        """Tokens that a row can hold now; a cache that can grow may hold more later."""
+        """The maximum number of tokens per row at present. A cache that can grow may have more
+        later."""
         limits = [self.positions, *(layer.policy.layout.limit for layer in self.layers)]
         return min((limit for limit in limits if limit is not None), default=UNLIMITED)
 
@@ -105,13 +101,13 @@ class KVCache:
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens that one call can append; None for any number."""
+        """The maximum number of tokens that one call can append; None for no limit."""
         chunks = (layer.policy.layout.chunk for layer in self.layers)
         return min((chunk for chunk in chunks if chunk is not None), default=None)
 
     @property
     def max_rewind(self) -> int | None:
-        """How many of its newest tokens a row can always forget; None for all."""
+        """The number of newest tokens that a row can always remove; None if it can remove all."""
         spans = (layer.policy.max_rewind for layer in self.layers)
         return min((span for span in spans if span is not None), default=None)
 
@@ -122,15 +118,15 @@ class KVCache:
 
     @property
     def reach(self) -> int:
-        """The sequence length for rotary frequencies that depend on it: distances between queries
-        and keys are smaller than this."""
+        """The sequence length for rotary frequencies that depend on it. All distances between
+        queries and keys are smaller."""
         if self.rotary_len is not None:
             return self.rotary_len
         return max(layer.policy.layout.reach for layer in self.layers)
 
     @property
     def grows_to(self) -> int | None:
-        """Tokens per row that the cache may grow to; None if no layer can grow."""
+        """The number of tokens per row to which the cache may grow; None if no layer can grow."""
         layouts = [layer.policy.layout for layer in self.layers]
         if all(layout.grows_to is None for layout in layouts):
             return None
@@ -144,8 +140,8 @@ class KVCache:
         return tuple(dict.fromkeys(group for group in groups if group is not None))
 
     def table(self, entry: int, *, whole: bool = False) -> Array | None:
-        """int32[batch, columns]: the page table of one of ``layers``; None if it has no pages.
-        ``whole``: with page numbers of the whole pool rather than of a device's shard."""
+        """Return the page table of an entry of ``layers``, int32[batch, columns]; None if it has no
+        pages. If ``whole``, page numbers refer to the whole pool instead of a device's shard."""
         group = self.layers[entry].policy.page_group
         if group is None:
             return None
@@ -153,12 +149,16 @@ class KVCache:
         return pool.whole if whole else pool.table
 
     def at(self, number: LayerNumber) -> tuple[int, Array | None]:
-        """The index in ``layers`` of the entry that layer ``number`` of the model reads; for a
-        stack also the number of the layer in it, int32[].
+        """Find the entry of ``layers`` that layer ``number`` of the model reads.
 
         Args:
-          number: a layer of the model; may be traced if all layers are one stack. Or the number of
-            a stack and the number of a layer in it, which may be traced.
+          number: the index of a layer of the model, which may be traced if all layers are in one
+            stack. Or a pair: the index of a stack, and the index of a layer in it, which may be
+            traced.
+
+        Returns:
+          The index of the entry, and for a stack the index of the layer in it (int32[]), otherwise
+          None.
 
         Raises:
           ValueError: if the layer does not exist, or a traced number is ambiguous.
@@ -183,7 +183,7 @@ class KVCache:
     def _in_stack(
         self, number: LayerNumber, stacks: tuple[tuple[int, int], ...]
     ) -> tuple[int, Array]:
-        """``at`` for a stacked cache: the number of the stack, and of the layer in it."""
+        """Do the work of ``at`` for a stacked cache."""
         if isinstance(number, tuple):
             if len(number) != 2:
                 raise ValueError(f"a layer of a stack must be (stack, number), got {number!r:.80}")
@@ -220,24 +220,24 @@ class KVCache:
         return entry, index.astype(jnp.int32)
 
     def entry(self, number: LayerNumber) -> int:
-        """The index in ``layers`` of the entry that layer ``number`` of the model reads; see
+        """Return the index in ``layers`` of the entry that layer ``number`` of the model reads; see
         ``at``."""
         return self.at(number)[0]
 
     def layer(self, number: int) -> LayerCache:
-        """The keys and values that layer ``number`` of the model reads."""
+        """Return the keys and values that layer ``number`` of the model reads."""
         return self.layers[self.entry(number)]
 
     def __repr__(self) -> str:
-        """The policies and lengths, without the arrays."""
+        """Return the policies and lengths as text, without the arrays."""
         policies = ", ".join(dict.fromkeys(repr(layer.policy) for layer in self.layers))
         count = len(self.layers if self.stacks is None else self.stacks)
         return f"KVCache({count} layers of {policies}, length={self.length})"
 
 
 def with_rows(cache: KVCache, **changes: object) -> KVCache:
-    """Replace fields of a cache. On a mesh, arrays [batch, ...] are put on the devices of their
-    rows."""
+    """Replace fields of a cache. On a mesh, arrays [batch, ...] are put on the devices that have
+    their rows."""
     changed = replace(cache, **changes)
     if changed.mesh_sharding is None:
         return changed

@@ -1,6 +1,6 @@
 """Write the tokens of a call to a layer: encoded into their slots, or raw into the tail.
 
-With a tail, whole blocks that leave it are encoded, once, and written to the body.
+If there is a tail, each block that leaves it is encoded once and written to the body.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,16 +35,17 @@ def store_tokens(
     table: Array | None = None,
     layer: Array | None = None,
 ) -> Arrays:
-    """The arrays of a layer after a call; on a mesh, one device's shards of them.
+    """Store the tokens of a call, and return the layer's new arrays. On a mesh, this runs on each
+    device, with the device's shards.
 
     Args:
       old: the layer before the call, or a stack.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
-      length: int32[batch], tokens before the call.
+      length: int32[batch], the number of tokens of each row before the call.
       count: int32[batch], how many of the ``new`` tokens each row takes.
       rotary: the layer's rotary table.
       table: int32[batch, columns], the page table, if slots are in pages.
-      layer: int32[], the layer, if ``old`` is a stack.
+      layer: int32[], the index of the layer, if ``old`` is a stack.
     """
     policy, new = old.policy, keys.shape[2]
     if not policy.keys.before_rotary:
@@ -71,7 +72,7 @@ def _store_with_tail(
     table: Array | None,
     layer: Array | None,
 ) -> Arrays:
-    """``store_tokens`` for a layer with a tail."""
+    """Do the work of ``store_tokens`` for a layer with a tail."""
     policy, body, fetched = old.policy, (old.keys, old.values), old.fetched
     split, raw = replace(policy.split, shard=policy.placement.shard()), policy.raw
     assert raw is not None
@@ -95,13 +96,13 @@ def _store_with_tail(
     slots = split.tail.slot_of(positions)
 
     def leaving_blocks(rows: Callable[[Array], Array] = lambda x: x) -> Body:
-        """The encoded blocks that leave the tail. ``rows`` selects rows of an array."""
+        """Encode the blocks that leave the tail. ``rows`` selects rows of an array."""
         if short:
             newest = index_stack(after, layer)
             tokens = jax.tree.map(lambda x: _take(rows(x), rows(slots)), newest)
         else:
             before = length[:, None]
-            # The tokens of the call come after the old tail's.
+            # The tokens of the call come after the tokens of the old tail.
             index = jnp.where(positions < before, slots, tail.keys.shape[2] + positions - before)
             tokens = jax.tree.map(
                 lambda *x: _take(jnp.concatenate([*map(rows, x)], axis=2), rows(index)), tail, fresh
@@ -158,9 +159,10 @@ def _store_row_by_row(
     table: Array | None,
     layer: Array | None,
 ) -> tuple[Body, Body | None]:
-    """The body, and its copy on the device, after the leaving blocks of all rows are written.
+    """Write the blocks that leave the tail, one row after another. Returns the body, and its copy
+    on the device if there is one.
 
-    On a TPU rows are written in a loop, so that the blocks of only one row are decoded at a time.
+    On a TPU, rows are written in a loop, so that the blocks of only one row are decoded at a time.
     """
     placement, orders = old.policy.placement, jax.tree.leaves(old.orders)
     body, kind = jax.tree.flatten((old.keys, old.values))
@@ -188,8 +190,8 @@ def _store_row_by_row(
 
 
 def _encode(codec: Codec, numbers: Array, mesh_sharding: MeshSharding | None) -> Store:
-    """Encode blocks. If heads on several devices share a scale, all heads are gathered, and those
-    of this device are returned."""
+    """Encode blocks. If heads on several devices share a scale, all heads are gathered and encoded,
+    and the part with this device's heads is returned."""
     if mesh_sharding is None or mesh_sharding.heads == 1 or not codec.joins_heads:
         return codec.encode(numbers)
     heads = numbers.shape[1]
@@ -201,7 +203,8 @@ def _encode(codec: Codec, numbers: Array, mesh_sharding: MeshSharding | None) ->
 
 
 def _tail_after(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerRow) -> Tail:
-    """The tail after a call that may be longer than the tail: the last token of each slot."""
+    """Return the tail after a call, with the newest token of each slot. The call may be longer than
+    the tail."""
     end = length + count
     positions = ring.positions(end, end, jnp.arange(ring.slots, dtype=jnp.int32))
     is_new = positions >= length[:, None]
@@ -212,10 +215,12 @@ def _tail_after(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerR
 
 
 def positions_from(length: PerRow, new: int) -> Positions:
-    """int32[batch, new]: the positions of the tokens of a call, in rows of ``length``."""
+    """Return int32[batch, new]: the positions of a call's ``new`` tokens, in rows with ``length``
+    tokens."""
     return length[:, None] + arange_row(new)
 
 
 def _take(x: Array, index: Array) -> Array:
-    """Tokens ``index``, int[batch, n], of ``x``: [batch, kv_heads, n, head_dim]."""
+    """Select the tokens ``index`` (int[batch, n]) of ``x``. Returns [batch, kv_heads, n,
+    head_dim]."""
     return jnp.take_along_axis(x, index[:, None, :, None], axis=2, mode="clip")

@@ -23,24 +23,28 @@ from kvjax.layouts.layout import Integers
 class PageGroup:
     """Layers that share page tables, because they have the same ``layout`` and ``split``.
 
-    ``split``: for layers with a tail, whose pages hold blocks of the body; None where they hold
-    tokens. A *unit* is such a block or token.
+    ``split`` is None for layers without a tail, whose pages hold tokens. For layers with a tail,
+    pages hold blocks of the body. A *unit* is such a token or block.
     """
 
     layout: Paged
     split: Split | None = None
 
     def units(self, tokens: Integers) -> Integers:
-        """Units in the pages of a row of ``tokens``."""
+        """The number of units in the pages of a row that has ``tokens`` tokens."""
         return tokens if self.split is None else self.split.flushed(tokens)
 
     def new_units(self, tokens: int) -> int:
-        """The most units that a call of ``tokens`` writes to pages."""
+        """The maximum number of units that a call with ``tokens`` tokens writes to pages."""
         return tokens if self.split is None else -(-tokens // self.split.block)
 
 
 class Copies(NamedTuple):
-    """Pages to copy before anything is written to them: int32[n] each, -1 for none."""
+    """Pages to copy before anything is written to them.
+
+    Each page in ``source`` (int32[n]) is copied to the page at the same index in ``target``
+    (int32[n]). Pairs of -1 are skipped.
+    """
 
     source: Array
     target: Array
@@ -53,13 +57,14 @@ class PageAllocator:
     Methods are pure and work inside ``jit``. Taking or freeing a page costs the same in a pool of
     any size.
 
-    ``table``: int32[rows, columns], the page in each column of a row, -1 for none. ``refs``:
-    int32[pages], how many rows hold each page, plus one for each ``retain``. ``stack``:
-    int32[pages], whose first ``left`` entries are the free pages. ``left``: int32[1]; on a mesh
-    int32[shares], one for each shard of the rows, which has its own pages, numbered from 0.
+    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 if there is none.
+    ``refs`` (int32[pages]) counts the references to each page: one per row that holds it, plus one
+    per ``retain``. The first ``left`` entries of ``stack`` (int32[pages]) are the free pages.
+    ``left`` is int32[1]. On a mesh it is int32[shares]: each shard of the rows has its own pages,
+    numbered from 0.
 
-    No page has two writers: rows only write after their last token, and a shared page is copied
-    before that.
+    Two rows never write to the same page: rows only write after their last token, and a shared page
+    is copied first.
 
     Example:
       ```python
@@ -76,13 +81,13 @@ class PageAllocator:
 
     @classmethod
     def create(cls, pages: int, rows: int, columns: int, shares: int = 1) -> "PageAllocator":
-        """An allocator of NumPy arrays whose pages are all free.
+        """Create an allocator of NumPy arrays whose pages are all free.
 
         Args:
-          pages: pages of the pool.
-          rows: rows that take pages.
-          columns: the most pages that a row can have.
-          shares: shards of a mesh that divide the rows and the pages.
+          pages: number of pages in the pool.
+          rows: number of rows that take pages.
+          columns: maximum number of pages of a row.
+          shares: number of shards into which a mesh divides the rows and the pages.
 
         Raises:
           ValueError: if an argument is not a positive integer, or ``shares`` does not divide
@@ -99,7 +104,7 @@ class PageAllocator:
 
     @property
     def pages(self) -> int:
-        """Pages of the pool."""
+        """The number of pages in the pool."""
         return self.refs.shape[0]
 
     @property
@@ -112,24 +117,26 @@ class PageAllocator:
         return jnp.where(self.table >= 0, self.table + first, -1)
 
     def _can_take(self, needed: PerRow, spare: PerRow | int = 0) -> RowMask:
-        """bool[rows]: the rows that can take ``needed`` pages, int32[rows]; earlier rows first.
-        ``spare``: pages that each row frees first."""
+        """Return bool[rows]: the rows that can take ``needed`` (int32[rows]) pages each, if earlier
+        rows take theirs first. ``spare`` is the number of pages that each row frees before."""
         more = jnp.maximum(needed - spare, 0)
         return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])
 
     def append(
         self, columns: Array, needed: Array, freed: tuple[Array, Array] | None = None
     ) -> tuple["PageAllocator", RowMask]:
-        """Take a page for some columns of each row.
+        """Take pages for some columns of each row.
 
         Args:
           columns: int32[rows, n], columns of each row.
-          needed: bool[rows, n], which of them need a page.
-          freed: int32[rows, m] and bool[rows, m], columns whose pages a row frees first, along with
-            pages that are in ``columns``. By default the columns are empty and nothing is freed.
+          needed: bool[rows, n], which of ``columns`` need a page.
+          freed: a pair of columns (int32[rows, m]) and a mask of them (bool[rows, m]). A row frees
+            its pages in these columns first, and also the pages that it already has in the
+            ``needed`` columns. By default nothing is freed, and the ``needed`` columns must be
+            empty.
 
         Returns:
-          The allocator, and bool[rows], the rows that got all their pages. The others are
+          The new allocator, and bool[rows], the rows that got all their pages. Other rows are
           unchanged.
         """
         before, at, new, spare = self, columns, needed, 0
@@ -155,10 +162,11 @@ class PageAllocator:
         return replace(before, table=table, refs=refs, left=left), granted
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
-        """Take pages for a row's first ``pages`` columns, where they have none.
+        """Take pages for those of a row's first ``pages`` columns that have none.
 
         Returns:
-          The allocator, and bool[], whether the row has all these pages. If not, it took none.
+          The new allocator, and bool[]: True if the row now has a page in all these columns. If
+          False, the row took no page.
         """
         columns = jnp.broadcast_to(
             jnp.arange(self.table.shape[1], dtype=jnp.int32), self.table.shape
@@ -170,20 +178,24 @@ class PageAllocator:
         return after, fits & jnp.any(granted & is_row)
 
     def drop(self, which: Array) -> "PageAllocator":
-        """Free the pages of columns, ``which`` bool[rows, columns], unless others hold them."""
+        """Remove pages from the table where ``which`` (bool[rows, columns]) is true. Pages without
+        other references become free."""
         page = jnp.where(which, self.table, -1).ravel()
         return replace(self, table=jnp.where(which, -1, self.table)).release(page)
 
     def free(self, rows: RowMask) -> "PageAllocator":
-        """Free all pages of some rows, bool[rows], unless others hold them."""
+        """Remove all pages of the rows where ``rows`` (bool[batch]) is true. Pages without other
+        references become free."""
         return self.drop(jnp.broadcast_to(rows[:, None], self.table.shape))
 
     def retain(self, pages: Array) -> "PageAllocator":
-        """Count one more holder of ``pages``, int32[n], -1 for none."""
+        """Increment the reference count of each page in ``pages`` (int32[n]; entries of -1 are
+        skipped)."""
         return replace(self, refs=self.refs.at[self._valid(pages)].add(1, mode="drop"))
 
     def release(self, pages: Array) -> "PageAllocator":
-        """Remove one holder of ``pages``, int32[n], -1 for none, and free pages without holders."""
+        """Decrement the reference count of each page in ``pages`` (int32[n]; entries of -1 are
+        skipped), and free pages whose count is then zero."""
         at = jnp.sort(self._valid(pages))
         refs = self.refs.at[at].add(-1, mode="drop")
         # A page may occur several times, and is freed once.
@@ -194,14 +206,15 @@ class PageAllocator:
     def fork(
         self, rows: Array, written: Sequence[Array]
     ) -> tuple["PageAllocator", Copies, RowMask]:
-        """The tables of new rows that continue ``rows`` and share their pages.
+        """Make tables for new rows that continue ``rows`` and share their pages.
 
         A shared page that a new row will write to is copied.
 
         Args:
-          rows: int32[n], the old row of each new row.
-          written: columns, int32[n] each, that each new row will write to if it has a page there,
-            -1 for none: usually its last page, if that is not full.
+          rows: int32[n], the old row that each new row continues.
+          written: arrays int32[n], each with one column per new row. The row will write to its page
+            in this column if it has one, usually its last page, if that is not full. Entries of -1
+            are skipped.
 
         Returns:
           The allocator of the new rows, the copies to make, and bool[n], the rows that got all
@@ -219,15 +232,16 @@ class PageAllocator:
         return after.free(~had), Copies(source, target), had
 
     def writable(self, column: Array) -> RowMask:
-        """bool[rows]: the rows that can have a page of their own in ``column``, int32[rows]; -1 for
-        none."""
+        """Return bool[rows]: the rows that can have a page that is not shared in ``column``
+        (int32[rows]; -1 for no column)."""
         return self._can_take(self._shared(column)[1].astype(jnp.int32))
 
     def unshare(self, column: Array) -> tuple["PageAllocator", Copies]:
-        """Replace shared pages in ``column`` by a row's own, for rows that are ``writable``.
+        """Give each row that is ``writable`` its own page in ``column``, if its page there is
+        shared.
 
         Returns:
-          The allocator, and the copies to make.
+          The new allocator, and the copies to make.
         """
         page, shared = self._shared(column)
         copied = shared & self._can_take(shared.astype(jnp.int32))
@@ -240,8 +254,8 @@ class PageAllocator:
         return after, Copies(source, target)
 
     def _shared(self, column: Array) -> tuple[Array, RowMask]:
-        """Each row's page in ``column``, and whether a write needs a copy of it. If only these rows
-        hold a page, the first of them keeps it."""
+        """Return each row's page in ``column``, and whether the row must copy it before writing. If
+        only these rows hold a page, the first of them keeps it without a copy."""
         number = jnp.arange(len(column), dtype=jnp.int32)
         page = self.table[number, jnp.clip(column, 0, self.table.shape[1] - 1)]
         page = jnp.where(column >= 0, page, -1)
@@ -252,8 +266,8 @@ class PageAllocator:
         return page, valid & (others | earlier)
 
     def joined(self, others: Sequence["PageAllocator"], *, same: bool) -> "PageAllocator":
-        """Concatenate the rows of several allocators. They have the ``same`` pool, or their pools
-        are concatenated as well."""
+        """Concatenate the rows of several allocators. If ``same``, they have the same pool.
+        Otherwise their pools are concatenated as well."""
         every = [self, *others]
         row_refs = [jnp.zeros_like(x.refs).at[x._valid(x.table)].add(1, mode="drop") for x in every]
         if same:
@@ -278,24 +292,27 @@ class PageAllocator:
         own = self.pages // shares
         fresh = jnp.tile(jnp.arange(own, pages // shares, dtype=jnp.int32), (shares, 1))
         refs = jnp.pad(self.refs.reshape(shares, -1), ((0, 0), (0, more // shares)))
-        # Below the pages that are free already.
+        # New pages go below the pages that are already free.
         stack = jnp.concatenate([fresh, self.stack.reshape(shares, -1)], axis=1)
         wider = ((0, 0), (0, columns - self.table.shape[1]))
         table = jnp.pad(self.table, wider, constant_values=-1)
         return PageAllocator(table, refs.ravel(), stack.ravel(), self.left + more // shares)
 
     def _valid(self, pages: Array) -> Array:
-        """Pages, with out-of-range numbers replaced by ``self.pages``, which writes drop."""
+        """Replace page numbers that are out of range by ``self.pages``. Writes to that index are
+        dropped."""
         return jnp.where((pages >= 0) & (pages < self.pages), pages, self.pages)
 
     def _popped(self, needed: Array) -> tuple[Array, Array]:
-        """A free page for each of ``needed``, bool[n], -1 for the others; and the new ``left``."""
+        """Return a free page for each True in ``needed`` (bool[n]) and -1 for the others, and the
+        new ``left``."""
         count = jnp.cumsum(needed, dtype=jnp.int32)
         page = jnp.take(self.stack, self.left[0] - count, mode="clip")
         return jnp.where(needed, page, -1), self.left - count[-1]
 
     def _pushed(self, refs: Array, pages: Array, freed: Array) -> "PageAllocator":
-        """Set ``refs``, and push the ``freed`` pages, a mask bool[n] of ``pages``, on the stack."""
+        """Set ``refs``, and push the pages where ``freed`` (bool[n]) is true on the stack of free
+        pages."""
         count = jnp.cumsum(freed, dtype=jnp.int32)
         at = jnp.where(freed, self.left[0] + count - 1, self.pages)
         stack = self.stack.at[at].set(pages, mode="drop")
@@ -304,14 +321,14 @@ class PageAllocator:
 
 @pytree_dataclass
 class FixedPageTables:
-    """Page tables that the caller fills in, in place of a `PageAllocator`.
+    """Page tables that the caller fills in, instead of a `PageAllocator`.
 
-    A call writes to the pages that are in the table, or takes none of a row's tokens if one is
-    missing. The caller ensures that no page has two writers, and that no page is reused while a
-    query may still see it.
+    A call only writes to pages that are in the table. If a page is missing, the row takes none of
+    the call's tokens. The caller ensures that two rows never write to the same page, and that no
+    page is reused while a query may still see it.
 
-    ``table``: int32[rows, columns], the page in each column, -1 for none. ``pages``: pages of the
-    pool.
+    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 if there is none.
+    ``pages`` is the number of pages in the pool.
     """
 
     table: Array
@@ -325,7 +342,7 @@ class FixedPageTables:
     def append(
         self, columns: Array, needed: Array, freed: tuple[Array, Array] | None = None
     ) -> tuple["FixedPageTables", RowMask]:
-        """Unchanged tables, and the rows that have a page in all columns where one is ``needed``;
+        """Return the tables unchanged, and the rows that have a page in every ``needed`` column;
         see `PageAllocator.append`."""
         pages = jnp.take_along_axis(self.table, columns, axis=1, mode="fill", fill_value=-1)
         return self, jnp.all(~needed | (pages >= 0), axis=1)

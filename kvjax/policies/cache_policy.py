@@ -27,10 +27,11 @@ class CachePolicy:
     If a codec encodes whole blocks, the newest tokens are first kept in a raw tail. The query at
     position ``p`` sees its own block of ``block`` tokens and the ``recent`` blocks before it raw,
     and everything older through the codec, no matter how the tokens are divided into calls. With
-    ``prefill="exact"`` the queries of a call see all of its own tokens raw, as in Transformers and
-    KIVI; the logits then depend on that division.
+    ``prefill="exact"``, the queries of a call see all tokens of the same call raw, as in
+    Transformers and KIVI. The logits then depend on how the tokens are divided into calls.
 
-    ``raw``: the codecs of the tail's keys and values, which ``resolve`` sets; None without a tail.
+    ``raw`` has the codecs of the tail's keys and values. ``resolve`` sets it; it is None without a
+    tail.
 
     Example:
       ```python
@@ -71,30 +72,31 @@ class CachePolicy:
 
     @property
     def has_tail(self) -> bool:
-        """Whether tokens are kept in a raw tail before they are encoded, or moved, in blocks."""
+        """Whether the newest tokens are kept in a raw tail until a block of them is encoded or
+        moved to the host."""
         return self.keys.blockwise or self.values.blockwise or self.placement.needs_tail
 
     @property
     def mark_base(self) -> int:
-        """If ``written`` is above this, it also marks tokens that a conversion could not supply;
-        see ``Layout.hiding``."""
+        """The highest ordinary value of ``written``. A higher value also records that a conversion
+        could not supply some tokens; see ``Layout.hiding``."""
         if as_paged(self.layout):
             return 0
         return self.layout.slots if self.has_tail else self.stored_layout.slots
 
     @property
     def unit(self) -> int:
-        """Tokens per unit of the body's arrays: a block with a tail, else 1."""
+        """Tokens per unit of the body's arrays: ``block`` with a tail, otherwise 1."""
         return self.block if self.has_tail else 1
 
     def subblocks(self, head_dim: int) -> int:
-        """The number of runs of tokens in a block that a kernel reads one after the other. It is
-        the same for keys and values: the larger number of the two codecs."""
+        """The number of subblocks of a block that a kernel reads one after another. Keys and values
+        use the same number, the larger one of the two codecs."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Orders, Orders]:
-        """How the arrays of keys and of values are arranged in memory: an ``Order`` per array, in
-        pytrees with the structure of their stores."""
+        """Return how the arrays of keys and of values are arranged in memory. The two pytrees have
+        the structure of the stores, with an ``Order`` for each array."""
         placement, block = self.placement, self.block if self.has_tail else None
         far, mesh_sharding = placement.needs_tail, placement.mesh_sharding
         heads_divided = mesh_sharding is not None and mesh_sharding.heads > 1
@@ -106,7 +108,8 @@ class CachePolicy:
 
     @property
     def grain(self) -> int:
-        """The number of slots is a multiple of this on the placement's platform."""
+        """The alignment of slots on the placement's platform: the number of slots is a multiple of
+        this."""
         return slot_alignment(self.placement.platform())
 
     @property
@@ -118,8 +121,8 @@ class CachePolicy:
 
     @property
     def stored_layout(self) -> Layout:
-        """The layout of the arrays that the codecs fill: of tokens, or of blocks if there is a
-        tail. Slots are rounded up so that devices have the same number."""
+        """The layout of the arrays that the codecs fill. Its slots contain tokens, or blocks if
+        there is a tail. Their number is rounded up so that all devices have equally many."""
         if as_paged(self.layout) and self.placement.parts > 1:
             raise ValueError(
                 "pages can't be divided along sequence: use a mesh with only data and tensor, or a "
@@ -132,28 +135,29 @@ class CachePolicy:
 
     @property
     def page_group(self) -> PageGroup | None:
-        """Layers whose page groups are equal share a page table. None if slots are not in pages."""
+        """The layer's page group; None if slots are not in pages. Layers with equal page groups
+        share a page table."""
         layout = as_paged(self.layout) and as_paged(self.stored_layout)
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
     def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str] | None]:
-        """Equal for policies that store the same numbers, under any layout: the codecs, and
-        for blockwise codecs also which tokens queries see raw."""
+        """A key that is equal for policies that store the same numbers, in any layout. It has the
+        codecs and, for blockwise codecs, the settings of which tokens queries see raw."""
         blockwise = self.keys.blockwise or self.values.blockwise
         sight = (self.block, self.recent, self.prefill) if blockwise else None
         return self.keys, self.values, sight
 
     @property
     def max_rewind(self) -> int | None:
-        """How many of its newest tokens a row can always forget; None for all."""
+        """The number of newest tokens that a row can always remove; None if it can remove all."""
         own = None if self.layout.chunk is None else self.layout.chunk - 1
         if not self.has_tail:
             return own
         return self.block if own is None else min(self.block, own)
 
     def rewindable(self, length: Array, written: Array) -> Array:
-        """int32[batch]: how many of its newest tokens each row can forget; see
+        """Return int32[batch]: the number of newest tokens that each row can remove; see
         ``Layout.rewindable``."""
         return (self.split if self.has_tail else self.layout).rewindable(length, written)
 
@@ -167,13 +171,13 @@ class CachePolicy:
         initial_len: int | None = None,
         rows: int = 1,
     ) -> "CachePolicy":
-        """The policy of one layer, with all settings resolved.
+        """Return the policy of one layer, with all settings resolved.
 
         Args:
           max_len, window, initial_len: see ``LayoutSpec.resolve``.
           model_dtype: the dtype of keys and values, unless the codecs have their own.
-          values_dtype: the dtype of values, if it differs.
-          rows: rows of the cache.
+          values_dtype: the dtype of values, if it differs from that of keys.
+          rows: number of rows of the cache.
         """
         platform = self.placement.platform()
         min_rewind = max(16, self.block) if self.has_tail else 16
@@ -185,8 +189,8 @@ class CachePolicy:
         return resolved._with_raw().with_pool(rows)
 
     def with_pool(self, rows: int) -> "CachePolicy":
-        """This policy with a pool for ``rows`` rows, if slots are in pages. Everything else must
-        already be resolved."""
+        """Return this policy with a pool for ``rows`` rows, if slots are in pages. All other
+        settings must already be resolved."""
         layout = as_paged(self.layout)
         mesh_sharding = self.placement.mesh_sharding
         page_group = self.page_group
@@ -198,18 +202,19 @@ class CachePolicy:
         return replace(self, layout=replace(layout, pool=pages + -pages % shards))
 
     def with_placement(self, placement: Device) -> "CachePolicy":
-        """A resolved policy with its body in another placement on the same devices."""
+        """Return this resolved policy with another placement for its body, on the same devices."""
         return replace(self, placement=placement.like(self.placement))._with_raw()
 
     def _with_raw(self) -> "CachePolicy":
-        """This policy with the tail's codecs. Its own codecs must already be resolved."""
+        """Return this policy with the tail's codecs set. Its own codecs must already be
+        resolved."""
         raw, platform = None, self.placement.platform()
         if self.has_tail:
             raw = tuple(Raw(x.dtype).resolve(None, platform) for x in (self.keys, self.values))
         return replace(self, raw=raw)
 
     def per_layer(self, config: CacheShape) -> tuple["CachePolicy", ...]:
-        """This policy for every layer."""
+        """Return this policy once per layer."""
         return (self,) * config.num_hidden_layers
 
 
@@ -236,7 +241,7 @@ class Hybrid:
                 raise ValueError(f"Hybrid needs two CachePolicy objects, got {policy!r:.80}")
 
     def per_layer(self, config: CacheShape) -> tuple[CachePolicy, ...]:
-        """One policy per layer."""
+        """Return one policy per layer."""
         windows = layer_windows(config)
         return tuple(self.full if window is None else self.sliding for window in windows)
 

@@ -1,8 +1,8 @@
 """What a cache reads from a model's config: layers, heads, windows, shared layers and positions.
 
 A config is any object with the attributes of `CacheShape`. The names that Transformers uses work as
-well, so a model can use the config that it was loaded with. An attribute that is missing or None
-has the value that it has in Transformers.
+well, so a model can use the config that it was loaded with. If an attribute is missing or None, its
+default is the same as in Transformers.
 """
 
 import math
@@ -26,7 +26,8 @@ class CacheShape(Protocol):
 
 
 def decoder_config(config: object) -> CacheShape:
-    """The config of the text decoder, if ``config`` has one for each of several parts.
+    """Return the config of the text decoder. This is ``config`` itself, unless it has separate
+    configs for several parts of a model.
 
     Raises:
       ValueError: if it has no ``num_hidden_layers``.
@@ -46,13 +47,13 @@ def decoder_config(config: object) -> CacheShape:
 def layer_heads(config: object) -> tuple[tuple[int, int], ...]:
     """The number of key-value heads and the head dimension of each layer.
 
-    Read from ``num_key_value_heads`` and ``head_dim``, or from the attributes that Transformers
-    uses instead: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers can differ if
-    the config has Transformers' ``per_layer_config`` (Gemma 4).
+    They are read from ``num_key_value_heads`` and ``head_dim``, or from the attributes that
+    Transformers uses instead: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers can
+    differ if the config has Transformers' ``per_layer_config`` (Gemma 4).
 
     Raises:
-      ValueError: if they are missing, or the keys of a layer have another head dimension than its
-        values (latent attention).
+      ValueError: if an attribute is missing, or keys and values of a layer have different head
+        dimensions (latent attention).
     """
     config = decoder_config(config)
     return tuple((_kv_heads(layer), _head_dim(layer)) for layer in _layer_configs(config))
@@ -64,25 +65,25 @@ def common_heads(config: object) -> int:
 
 
 def model_dtype(config: object) -> Any:
-    """The config's dtype, None if it has none. PyTorch's dtypes are returned by name."""
+    """The config's dtype; None if it has none. PyTorch's dtypes are returned as strings."""
     dtype = getattr(config, "dtype", None)
     named = isinstance(dtype, str) or type(dtype).__module__ == "torch"
     return str(dtype).removeprefix("torch.") if named else dtype
 
 
 def scanned(config: object) -> bool:
-    """Whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache: the
-    config's ``stacked``."""
+    """Whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache. The
+    config's ``stacked`` says so."""
     return as_bool("the config's stacked", getattr(config, "stacked", False))
 
 
 def layer_windows(config: object) -> tuple[int | None, ...]:
     """The attention window of each layer in tokens, None for full attention.
 
-    Read from ``windows``, one per layer, or else from ``layer_types``, ``sliding_window`` and
-    ``attention_chunk_size`` (Llama 4: a query sees at most its chunk; ``attend(chunk=)`` applies
-    the mask). Without ``layer_types``, all layers have the window or the chunk, except those that
-    ``sliding_window_pattern`` or ``max_window_layers`` exclude.
+    They are read from ``windows``, one per layer, or else from ``layer_types``, ``sliding_window``
+    and ``attention_chunk_size``. With a chunk size (Llama 4), a query sees at most its chunk, and
+    ``attend(chunk=)`` applies the mask. Without ``layer_types``, all layers have the window or the
+    chunk, except the layers that ``sliding_window_pattern`` or ``max_window_layers`` exclude.
 
     Raises:
       ValueError: if the number of windows is not the number of layers, or a layer type is unknown
@@ -97,14 +98,16 @@ def layer_windows(config: object) -> tuple[int | None, ...]:
 
 
 def layer_sources(config: object) -> tuple[int, ...] | None:
-    """For each layer, the layer whose keys and values it reads; None if each layer has its own.
+    """For each layer, the index of the layer whose keys and values it reads; None if each layer has
+    its own.
 
-    Read from ``cache_sources``, or else from ``num_kv_shared_layers`` (Gemma 3n): that many layers
-    at the end read the last layer before them that has the same type.
+    They are read from ``cache_sources``, or else from ``num_kv_shared_layers`` (Gemma 3n), the
+    number of layers at the end that have no keys and values. Each of these reads the last earlier
+    layer that has keys and values and the same type.
 
     Raises:
       ValueError: if the number of sources is not the number of layers, a source is not an earlier
-        layer with keys of its own, or no layer has the same type.
+        layer with its own keys, or no earlier layer has the same type.
     """
     config = decoder_config(config)
     count = config.num_hidden_layers
@@ -129,12 +132,12 @@ def _layer_configs(config: CacheShape) -> Sequence[object]:
 
 
 def _positive_int(config: object, name: str) -> int | None:
-    """An attribute of a config, None if it is missing or None."""
+    """An integer attribute of a config; None if it is missing or None."""
     return as_optional_int(name, getattr(config, name, None), 1)
 
 
 def _query_heads(config: object, missing: str) -> int:
-    """The number of query heads, used in place of an attribute that the config does not have."""
+    """The number of query heads, as the default for the attribute ``missing``."""
     heads = _positive_int(config, "num_attention_heads")
     if heads is None:
         raise ValueError(f"the config has neither {missing} nor num_attention_heads")
@@ -229,52 +232,53 @@ def _sources_by_type(config: CacheShape, shared: Any) -> tuple[int, ...]:
 
 
 def beyond_context(config: object, tokens: int) -> int:
-    """How many of ``tokens`` exceed the model's training context; 0 if the config does not give
-    one."""
+    """The number of tokens by which ``tokens`` exceeds the model's training context; 0 if the
+    config does not give the context."""
     context = trained_context(config)
     return max(tokens - context, 0) if context else 0
 
 
 def trained_context(config: object) -> int | None:
-    """The context length that a model was trained with, in tokens: the config's ``context``,
-    ``max_position_embeddings`` or ``position_limit``; None if it has none of these."""
+    """The context length that a model was trained with, in tokens. It is the config's ``context``,
+    ``max_position_embeddings`` or ``position_limit``; None if the config has none of these."""
     config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     return context or position_limit(config)
 
 
 def position_limit(config: object) -> int | None:
-    """How many positions a model has: the config's ``position_limit``. None for no limit, as with
-    rotary positions."""
+    """The number of positions that a model supports, from the config's ``position_limit``. None
+    means no limit, as with rotary positions."""
     return as_optional_int("position_limit", getattr(config, "position_limit", None), 1)
 
 
 def positions_needed(prompt: int, new: int) -> int:
-    """Positions, and cache slots, for ``prompt`` tokens and ``new`` generated ones. The last new
-    token needs none, because the model never reads it."""
+    """The number of positions (cache slots) that ``prompt`` tokens and ``new`` generated tokens
+    need. The last new token needs none, because the model never reads it."""
     return prompt + max(new - 1, 0)
 
 
 def new_tokens_for(positions: int, prompt: int) -> int:
-    """The most tokens that can be generated after a prompt with ``positions``; the inverse of
-    ``positions_needed``."""
+    """The maximum number of tokens that can be generated after ``prompt`` tokens if there are
+    ``positions`` positions. This is the inverse of ``positions_needed``."""
     return positions - prompt + 1 if prompt <= positions else 0
 
 
 def resolve_rotary_len(
     config: object, reach: int, chosen: int | None = None
 ) -> tuple[int | None, int | None]:
-    """The sequence length whose rotary frequencies a cache uses, and a limit that it implies.
+    """Return the sequence length whose rotary frequencies a cache uses, and the limit that it
+    implies.
 
     Args:
-      config: a model's config. Frequencies depend on the length if it has a ``same_rotary(length,
-        other)`` that returns False for some lengths.
-      reach: distances in the cache are smaller than this.
-      chosen: the length to use in place of ``reach``.
+      config: a model's config. Frequencies depend on the length if the config has a method
+        ``same_rotary(length, other)`` that returns False for some lengths.
+      reach: an upper bound: all distances between tokens in the cache are smaller.
+      chosen: the length to use instead of ``reach``.
 
     Returns:
-      The length, None if all lengths have the same frequencies; and the most tokens of a row, None
-      if the length implies no limit.
+      The length (None if all lengths have the same frequencies), and the maximum number of tokens
+      of a row (None if the length implies no limit).
 
     Raises:
       ValueError: if ``chosen`` is not a positive integer; or if frequencies depend on the length,

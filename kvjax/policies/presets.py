@@ -27,7 +27,7 @@ PRESETS: dict[str, tuple[str, ...]] = {
     "auto": ("prefetch", "memory"),
     "paged": ("slack", "page_size", "pages"),
 }
-"""The settings that each preset has in addition to the common ones."""
+"""The settings of each preset, in addition to the settings that all presets have."""
 
 
 def policy(
@@ -49,30 +49,31 @@ def policy(
     page_size: int | None = None,
     pages: int | None = None,
 ) -> "CachePolicy | Hybrid | Auto":
-    """A cache policy by name.
+    """Create a cache policy from the name of a preset.
 
     Args:
-      name: ``"static"``: the whole capacity of a row is allocated at once. ``"dynamic"``: allocated
-        small and doubled as rows grow. ``"sliding_window"``: the last ``window`` tokens on every
-        layer. ``"hybrid"``: a sliding window on layers that have one, static on the others.
-        ``"quantized"``: static with ``bits=4``. ``"offloaded"`` and ``"offloaded_static"``:
-        dynamic and static, with all but the newest tokens in host memory (see ``Host``).
-        ``"auto"``: dynamic, with layers that do not fit on the device in host memory.
-        ``"paged"``: hybrid, in pages of a pool that rows share (see ``Paged``).
-      dtype: the dtype of keys and values, or of the newest tokens of a quantized cache. By
-        default the dtype that the model computes in.
-      window: for ``"sliding_window"``: the window in tokens; by default each layer's own, from the
-        model's config.
-      sinks: for ``"sliding_window"``: first tokens that are never overwritten; by default 0. Layers
-        whose own window is not wider than ``window`` have none: see ``Ring``.
+      name: ``"static"`` allocates the whole capacity of a row at once. ``"dynamic"`` starts small
+        and doubles the capacity as rows grow. ``"sliding_window"`` keeps the last ``window`` tokens
+        in every layer. ``"hybrid"`` does so in layers with a sliding window, and is static in the
+        others. ``"quantized"`` is static with ``bits=4``. ``"offloaded"`` and
+        ``"offloaded_static"`` are dynamic and static, with all but the newest tokens in host memory
+        (see ``Host``). ``"auto"`` is dynamic, and moves layers that do not fit on the device to
+        host memory. ``"paged"`` is hybrid, in pages of a pool that rows share (see ``Paged``).
+      dtype: the dtype of keys and values. In a quantized cache it is the dtype of the newest
+        tokens. By default it is the dtype in which the model computes.
+      window: for ``"sliding_window"``: the window in tokens. By default each layer has its window
+        in the model's config.
+      sinks: for ``"sliding_window"``: number of first tokens that are never overwritten; by default
+        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``).
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
-      key_bits, value_bits: the same for keys or values only.
-      group_size: numbers that share a scale; by default 64, or the head dimension if it is smaller.
+      key_bits, value_bits: like ``bits``, for keys or values only.
+      group_size: how many numbers share a scale; by default 64, or the head dimension if it is
+        smaller.
       block, recent, prefill: for quantized and offloaded caches: see ``CachePolicy``.
       prefetch: for offloaded and automatic caches: see ``Host``; by default 0.
-      memory: for automatic caches: device memory that the cache may use, in bytes or as
-        ``"8GiB"``. By default ``generate`` uses what its limits allow, or what is free.
+      memory: for automatic caches: device memory that the cache may use, in bytes or as ``"8GiB"``.
+        By default ``generate`` uses what its limits allow, or all free memory.
       page_size: for paged caches: tokens per page, by default 256.
       pages: for paged caches: pages in the pool of the layers with full attention; by default
         enough for all rows.
@@ -134,8 +135,11 @@ def policy(
 
 @dataclass(frozen=True)
 class Edges:
-    """One policy for most layers, another for the ``first`` and the ``last`` ones, which often lose
-    more by quantization: ``Edges(policy("quantized", bits=2), policy("quantized", bits=8))``.
+    """One policy for most layers, and another for the first and last layers.
+
+    Quantization often harms the first and last layers more than others. The policy ``edge`` applies
+    to the ``first`` layers at the beginning and the ``last`` layers at the end, and ``inner`` to
+    all others.
 
     Example:
       ```python
@@ -156,7 +160,7 @@ class Edges:
         _refuse_auto(self.edge)
 
     def per_layer(self, config: object) -> tuple[CachePolicy, ...]:
-        """One policy per layer."""
+        """Return one policy per layer."""
         inner, edge = per_layer(self.inner, config), per_layer(self.edge, config)
         count = len(inner)
         return tuple(
@@ -168,9 +172,9 @@ class Edges:
 class Auto:
     """A policy that keeps layers on the device and moves the last ones to the host if needed.
 
-    ``inner``: the policy of the layers, as for ``init_cache``. ``memory``: device memory that the
-    cache may use, in bytes; with None, ``generate`` chooses it, because it knows the size of the
-    weights. ``placement``: where layers that do not fit are moved.
+    ``inner`` is the policy of the layers, as for ``init_cache``. ``memory`` is the device memory
+    that the cache may use, in bytes. If it is None, ``generate`` chooses it, because it knows the
+    size of the weights. ``placement`` is where layers that do not fit are moved.
 
     Example:
       ```python
@@ -202,7 +206,11 @@ class Auto:
         return Budget(self.memory, self.placement)
 
     def per_layer(self, config: object) -> tuple[CachePolicy, ...]:
-        """The policy of each layer while it is on the device."""
+        """Return the policy that each layer has while it is on the device.
+
+        Raises:
+          ValueError: if the policy of a layer puts it on the host.
+        """
         policies = per_layer(self.inner, config)
         for number, layer_policy in enumerate(policies):
             if layer_policy.placement.needs_tail:
@@ -219,13 +227,14 @@ def _refuse_auto(inner: object) -> None:
 
 
 def budget_of(choice: PolicyChoice | None) -> Budget | None:
-    """The budget of a policy or a preset's name, None if it has none."""
+    """The budget of a policy or of a preset with this name; None if it has none."""
     choice = policy(choice) if isinstance(choice, str) else choice
     return choice.budget if isinstance(choice, Auto) else None
 
 
 def per_layer(choice: PolicyChoice, config: object) -> tuple[CachePolicy, ...]:
-    """One policy per layer, from a preset's name, one policy for all, or a list of policies.
+    """Return one policy per layer. ``choice`` is a preset's name, one policy for all layers, or a
+    list of policies.
 
     Raises:
       ValueError: if ``choice`` is none of these, or the length of the list is not the number of
@@ -263,20 +272,20 @@ def transformers_policy(
     q_group_size: int = 64,
     residual_length: int = 128,
 ) -> CachePolicy:
-    """The policy that corresponds to the settings of a quantized cache of Transformers.
+    """Return the policy that corresponds to the settings of a quantized cache in Transformers.
 
-    The backends define axes differently: groups along the channels of a token are axis 0 in quanto
-    and axis 1 in HQQ; groups along the tokens of a channel are axis -1 in quanto and axis 0 in HQQ
+    The backends number axes differently. Groups of channels of one token are axis 0 in quanto and
+    axis 1 in HQQ. Groups of tokens of one channel are axis -1 in quanto and axis 0 in HQQ
     (docs/quantization.md).
 
     Args:
       backend: ``"quanto"`` or ``"hqq"``.
       nbits: bits per number: 2 or 4 with quanto; 1, 2, 3, 4 or 8 with HQQ.
       axis_key, axis_value: 0 or -1 with quanto, 0 or 1 with HQQ.
-      q_group_size: numbers that share a scale. Along tokens at most a block of 64 tokens, and at
-        most ``residual_length``.
-      residual_length: the most tokens that stay raw, at least 8. Rounded down to whole blocks of
-        64, or of 8 if it is smaller.
+      q_group_size: how many numbers share a scale. Groups of tokens have at most 64 tokens (a
+        block), and at most ``residual_length``.
+      residual_length: maximum number of tokens that stay raw, at least 8. It is rounded down to a
+        multiple of 64, or of 8 if it is below 64.
 
     Raises:
       ValueError: if the backend does not support a setting.
@@ -319,15 +328,17 @@ def transformers_policy(
 
 
 def parse_policy(text: str, **more: object) -> PolicyChoice:
-    """Parse a policy as the command line has it: ``bits=4``, ``sliding_window,window=128,bits=8``.
+    """Parse a policy in the notation of the command line, such as ``bits=4`` or
+    ``sliding_window,window=128,bits=8``.
 
     Args:
-      text: a preset's name, by default ``static``, and settings of ``kvjax.policy``.
-      more: further settings; None for unset.
+      text: a preset's name (``static`` if it is missing) and settings of ``kvjax.policy``,
+        separated by commas.
+      more: further settings. A setting of None is ignored.
 
     Raises:
-      ValueError: if ``kvjax.policy`` does not have a setting, a setting is given twice, or there
-        are two names.
+      ValueError: if ``kvjax.policy`` has no such setting, a setting is given twice, or there are
+        two names.
     """
     names: list[str] = []
     settings: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Measure how a cache policy changes a model's predictions on a text.
 
-Under the rule of sight, a pass over a text in chunks gives the same logits as decoding it token by
-token, so one pass measures a policy. Each policy reads the same windows of the text, and its
-predictions are compared with a full-precision cache's.
+A pass over a text in chunks gives the same logits as decoding it token by token, because what a
+query sees depends on positions alone. So one pass measures a policy. Every policy reads the same
+windows of the text, and its predictions are compared with those of a full-precision cache.
 """
 
 import functools
@@ -47,10 +47,11 @@ class PredictionMetrics:
     Attributes:
       tokens: number of tokens.
       perplexity: the perplexity of the text.
-      perplexity_ratio: relative to the full-precision cache.
+      perplexity_ratio: ``perplexity`` divided by that of the full-precision cache.
       mean_kl, median_kl, high_kl: mean, median and 99.9th percentile of the Kullback-Leibler
         divergence from the full-precision predictions, in nats.
-      top1: fraction of tokens where both predict the same token first.
+      top1: fraction of tokens for which the policy and the full-precision cache have the same most
+        likely token.
     """
 
     tokens: int
@@ -64,17 +65,17 @@ class PredictionMetrics:
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes of a cache.
+    """Sizes of a cache, in bytes.
 
     Attributes:
       body: bytes per token, in all layers.
       scales: the part of ``body`` that is scales, zero points and means.
       tail: bytes per row, at any length.
-      of_bfloat16: ``body`` relative to bfloat16.
-      tokens: tokens of the row that the next three count.
-      encoded: tokens that the last query sees in encoded form, in the layer with the most.
+      of_bfloat16: ``body`` divided by the bytes per token in bfloat16.
+      tokens: the length of the row to which the next three attributes refer.
+      encoded: number of tokens that the last query sees encoded, in the layer where it sees most.
       row: bytes of the row's tail and of the filled part of its body.
-      row_of_bfloat16: ``row`` relative to all its tokens in bfloat16.
+      row_of_bfloat16: ``row`` divided by the bytes of all its tokens in bfloat16.
     """
 
     body: float
@@ -93,7 +94,7 @@ class Quality:
 
     Attributes:
       overall: metrics of all tokens.
-      by_position: metrics of ranges of positions, by the end of the range.
+      by_position: metrics of ranges of positions. The keys are the ends of the ranges.
       bytes: bytes of the cache.
       step_ms: median milliseconds of a decode step at the end of a window, if timed.
       full: bytes of the full-precision cache, if it is a kvjax cache.
@@ -112,10 +113,11 @@ def compute_quality(
     step_ms: float | None = None,
     full: CacheBytes | None = None,
 ) -> Quality:
-    """Metrics from per-token comparisons.
+    """Compute metrics from per-token comparisons.
 
-    ``comparisons``: float[4, windows, tokens]: the target's nats with full precision and with the
-    policy, the divergence, and whether both predict the same token first.
+    ``comparisons`` is float[4, windows, tokens]. For each token it has the target's nats with full
+    precision, the nats with the policy, the divergence, and whether both have the same most likely
+    token.
     """
     by_position, start, context = {}, 0, comparisons.shape[2] + 1
     while start < context:
@@ -126,7 +128,7 @@ def compute_quality(
 
 
 def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
-    """Bytes of a cache per token, per row, and of a row with ``tokens``."""
+    """Compute the bytes of a cache per token, per row, and for a row with ``tokens`` tokens."""
     body = scales = tail = raw = row = 0.0
     encoded = 0
     for layer in cache.layers:
@@ -147,7 +149,7 @@ def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
 def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
     """The number of tokens that the query at position ``at`` sees in encoded form.
 
-    ``call``: the first position that is raw because it is in the same call.
+    ``call`` is the first position of the call. Tokens from there on are seen raw.
     """
     policy, layout = layer.policy, layer.policy.layout
     raw = min(max(at // policy.block - policy.recent, 0) * policy.block, call)
@@ -212,9 +214,10 @@ def evaluate(
     Args:
       lm: the model, on one device or on a mesh that does not divide rows.
       text: a string, or token ids.
-      policies: by name. Full precision is always measured, as the reference.
+      policies: the policies to compare, by name. Full precision is always measured, as the
+        reference.
       context: tokens per window; by default the model's limit, or 2,048 without a limit.
-      windows: the largest number of windows; by default all.
+      windows: maximum number of windows; by default all are used.
       chunk: tokens per call.
       time_steps: number of decode steps to time at the end of a window; 0 for none.
 
@@ -288,14 +291,16 @@ def evaluate(
 
 
 def unstacked_shapes(cache: KVCache) -> KVCache:
-    """The shapes of a cache with separate layers, to compute sizes per layer."""
+    """Return the shapes of a cache in which each layer is separate, to compute sizes per layer."""
     return cache if cache.stacks is None else jax.eval_shape(unstack, cache)
 
 
 def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
-    """Raise ``ValueError`` for a lossy policy whose encoded tokens no prediction sees.
+    """Check that at least one prediction of a lossy policy sees encoded tokens. Otherwise the
+    policy would look exact.
 
-    Such a policy would look exact.
+    Raises:
+      ValueError: if no prediction does.
     """
     lossy = [x for x in cache.layers if x.policy.keys.blockwise or x.policy.values.blockwise]
     narrow = any((layer.policy.layout.window or context) < context for layer in cache.layers)
@@ -315,7 +320,7 @@ def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
 
 
 def grow_to_hold(cache: KVCache, tokens: int, context: int) -> KVCache:
-    """Double the capacity of a cache until it holds ``tokens``."""
+    """Double the capacity of a cache until ``tokens`` tokens fit, but not beyond ``context``."""
     to = cache.max_len
     while to < tokens:
         to *= 2
@@ -329,7 +334,8 @@ def _logits(model: Model, params: PyTree, tokens: Array, cache: KVCache) -> tupl
 
 @jax.jit
 def _compare(exact: Array, logits: Array, target: Array) -> Array:
-    """float32[4, new]: the target's nats under both logits, the divergence, and top-1 agreement."""
+    """Compare two logits. Returns float32[4, new]: the target's nats under each, the divergence,
+    and whether their most likely tokens are equal."""
     p, q = (jax.nn.log_softmax(x[0].astype(jnp.float32)) for x in (exact, logits))
     nats = [-jnp.take_along_axis(x, target[:, None], axis=1)[:, 0] for x in (p, q)]
     divergence = jnp.sum(jnp.exp(p) * (p - q), axis=-1)
@@ -338,7 +344,8 @@ def _compare(exact: Array, logits: Array, target: Array) -> Array:
 
 
 def _step_ms(lm: LanguageModel, name: str, cache: KVCache, token: np.ndarray, steps: int) -> float:
-    """The median milliseconds of a decode step at the end of a text, without the first step."""
+    """Measure the median milliseconds of decode steps at the end of a text, except for the first
+    step."""
     steps = min(steps, int(rewindable(cache)[0]))
     cache, times = rewind(cache, steps), []
     for number in range(steps):
@@ -367,7 +374,7 @@ def _tokens(lm: LanguageModel, text: str | Sequence[int]) -> list[int]:
 
 
 def check_named(name: str, cache: KVCache) -> None:
-    """``kvjax.check`` with the policy's name in the error."""
+    """Call ``kvjax.check``, and add the policy's name to its error."""
     try:
         check(cache)
     except ValueError as error:

@@ -14,9 +14,10 @@ DEFAULT_POLICIES = ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bi
 
 
 def quality_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
-    """The main table: a heading, full precision, and one row per policy.
+    """Make the main table: a heading, a row for full precision, and one row per policy.
 
-    Columns: bytes of a row, relative to bfloat16, encoded tokens, perplexity, divergence, top-1.
+    Columns are the bytes of a row, their ratio to bfloat16, encoded tokens, perplexity, divergence
+    and top-1 agreement.
     """
     first = next(iter(qualities.values()))
     overall, timed = first.overall, any(q.step_ms is not None for q in qualities.values())
@@ -40,7 +41,8 @@ def _size_row(b: CacheBytes | None) -> list[str]:
 
 
 def range_rows(qualities: Mapping[str, Quality]) -> list[list[str]]:
-    """Mean divergence by range of positions: a heading, and one row per policy."""
+    """Make a table of the mean divergence in ranges of positions: a heading, and one row per
+    policy."""
     ends = list(next(iter(qualities.values())).by_position)
     starts = [0, *ends]
     head = [f"{start}-{end - 1}" for start, end in zip(starts, ends, strict=False)]
@@ -61,7 +63,7 @@ def format_columns(rows: Sequence[Sequence[str]]) -> str:
 
 
 def as_dicts(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a dataclass per policy to dicts, for JSON."""
+    """Convert each policy's result, a dataclass, to a dict for JSON."""
     return {name: asdict(result) for name, result in results.items()}
 
 
@@ -97,7 +99,8 @@ def plot_quality(qualities: Mapping[str, Quality], path: Path, *, title: str = "
 
 
 def _move_apart(axes: Any, labels: list[Any], points: list[tuple[float, float]]) -> None:
-    """Move each label close to its point, without covering others or leaving the axes."""
+    """Move each label close to its point, so that labels do not overlap and stay within the
+    axes."""
     from matplotlib.transforms import Bbox
 
     figure = axes.figure

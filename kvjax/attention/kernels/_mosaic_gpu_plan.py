@@ -27,31 +27,39 @@ plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
 Layout = Any
 """A layout of an array in registers."""
 MAX_TOKENS = 64
-"""The most tokens of a tile, if the cache is stored token by token."""
+"""The maximum number of tokens of a tile, if the cache is stored token by token."""
 MIN_ROWS = 32
-"""The fewest rows of numbers in a tile."""
+"""The minimum number of rows of numbers in a tile."""
 MAX_QUERIES = 64
-"""The most query rows of a program if heads have up to 128 channels, otherwise half of it."""
+"""The maximum number of query rows of a program if heads have up to 128 channels. For wider heads
+it is half of this."""
 MAX_STAGES = 4
-"""The most pipeline stages; there are at least two."""
+"""The maximum number of pipeline stages. The minimum is two."""
 PREFERRED_KIB = 96
-"""KiB of shared memory that a program uses if possible, so that two fit on a multiprocessor."""
+"""The preferred limit of a program's shared memory in KiB. Two such programs fit on a
+multiprocessor."""
 MMA_K, MMA_N = 16, 8
-"""The shape of a matrix product: query rows and contracted numbers (``MMA_K``), and tokens or
-channels (``MMA_N``)."""
+"""The shape of a matrix product. ``MMA_K`` is the number of query rows and of contracted numbers,
+and ``MMA_N`` the number of tokens or channels."""
 KIB = 1024
 COPY_NUMBERS = 128
-"""Numbers that one copy to global memory writes."""
+"""How many numbers one copy to global memory writes."""
 
 
 @dataclass(frozen=True)
 class Plan:
     """How the kernel divides a call.
 
-    ``formats``: the formats of keys and values. ``unit``: tokens per unit. ``warps``: how many of
-    the four warps divide query rows; the others divide tokens. ``tile``: units that are fetched
-    together. ``stages``: tiles in the pipeline's shared memory. ``queries``: the dtype of the
-    queries. ``swizzle``: bytes of the shared-memory swizzle.
+    Attributes:
+      formats: the storage formats of keys and values.
+      unit: tokens per unit.
+      head_dim: channels per head.
+      warps: the number of parts into which the four warps divide the query rows. If it is less than
+        four, they divide the tokens as well.
+      tile: how many units are fetched together.
+      stages: how many tiles the pipeline holds in shared memory.
+      queries: the dtype of the queries.
+      swizzle: bytes of the shared-memory swizzle.
     """
 
     formats: tuple[StoreFormat, StoreFormat]
@@ -70,7 +78,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Query rows of a program."""
+        """The number of query rows of a program."""
         return MMA_K * self.warps
 
     @property
@@ -79,7 +87,8 @@ class Plan:
 
     @property
     def subblocks(self) -> list[tuple[int, int]]:
-        """The subblocks of a tile: the index of the unit, and of the subblock in the unit."""
+        """The subblocks of a tile, as pairs: the index of the unit, and the index of the subblock
+        in the unit."""
         if self.unit == 1:
             return [(0, 0)]
         return [
@@ -88,26 +97,28 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a subblock, which are multiplied together."""
+        """The number of tokens of a subblock. They are multiplied together."""
         return self.tile if self.unit == 1 else self.unit // self.subblocks_per_unit
 
     def tile_rows(self, which: int) -> int:
-        """Rows of numbers in a tile of keys (0) or values (1)."""
+        """The number of rows of numbers in a tile of keys (``which`` is 0) or values (1)."""
         return self.tile * self.formats[which].rows
 
     def planes(self, which: int) -> int:
-        """Planes that are converted in shared memory; 0 if numbers are multiplied directly."""
+        """The number of planes that are converted in shared memory; 0 if numbers are multiplied
+        directly."""
         return self.formats[which].planes(self.queries, self.product)
 
     def plane_row(self, which: int, subblock: tuple[int, int]) -> tuple[int, int]:
-        """The plane of a subblock, and its first row there."""
+        """Return the index of the plane that contains a subblock, and the subblock's first row in
+        it."""
         unit, index = subblock
         form = self.formats[which]
         per_plane = self.subblocks_per_unit // form.subblocks
         return index // per_plane, unit * form.rows + index % per_plane * self.tokens
 
     def layout(self, kind: Callable[..., Layout]) -> Layout:
-        """A register layout of the matrix product."""
+        """Return the register layout of an operand of the matrix product."""
         return kind(self.product, m_warps=self.warps)
 
     @property
@@ -126,8 +137,8 @@ class Plan:
         return self.layout(plgpu.Layout.MMA_ACC)
 
     def scratch(self, output_rows: int, barriers: bool) -> dict[str, Any]:
-        """Arrays in shared memory, by name. ``output_rows``: rows that a program writes.
-        ``barriers``: whether barriers signal that a tile has arrived."""
+        """Return the arrays in shared memory, by name. ``output_rows`` is the number of rows that a
+        program writes. ``barriers`` says whether barriers signal that a tile has arrived."""
         arrays: dict[str, Any] = {}
         transforms = (
             plgpu.TilingTransform((MMA_N, self.swizzle // 2)),
@@ -156,14 +167,14 @@ class Plan:
         return arrays
 
     def output_rows(self, rows: int) -> int:
-        """Rows of outputs that a program writes for ``rows`` query rows: the fewest that fill whole
-        copies."""
+        """Return how many rows of outputs a program writes for ``rows`` query rows. It is the
+        smallest number that fills whole copies."""
         candidates = range(min(rows, self.rows), self.rows)
         return next((n for n in candidates if n * self.head_dim % COPY_NUMBERS == 0), self.rows)
 
     def shared_bytes(self, rows: int) -> int:
-        """Bytes of shared memory for ``rows`` query rows: each array rounded up to KiB, and the
-        scratch of reductions across warps."""
+        """Return the bytes of shared memory for ``rows`` query rows. Each array is rounded up to
+        KiB. The scratch memory of reductions across warps is included."""
         total = 2 * KIB
         for array in self.scratch(self.output_rows(rows), False).values():
             total += -(-array.dtype.itemsize * math.prod(array.shape) // KIB) * KIB
@@ -171,7 +182,7 @@ class Plan:
 
 
 def plan_of(section: Section, head_dim: int, rows: int, dtype: DType) -> Plan | None:
-    """The plan for ``rows`` query rows of a section; None if the kernel can't serve them."""
+    """Make the plan for ``rows`` query rows of a section; None if the kernel can't process them."""
     formats = [format_of(core_of(codec).codec, section.unit, head_dim) for codec in section.codecs]
     if None in formats or dtype not in (jnp.float32, jnp.float16, jnp.bfloat16):
         return None
@@ -181,7 +192,7 @@ def plan_of(section: Section, head_dim: int, rows: int, dtype: DType) -> Plan | 
     if section.pages is None or section.pages.shape[1] == 1:
         page = 1 << 30  # a row's units are contiguous
     target = current_target()
-    # In interpret mode, the shared memory of an H100.
+    # Interpret mode uses the shared memory size of an H100.
     shared = (target if target.capability else Target("gpu", (9, 0))).shared_memory
     settings: Any = tuple(formats), section.unit, units, page & -page
     return _make_plan(*settings, head_dim, rows, jnp.dtype(dtype), shared // KIB)
@@ -198,8 +209,8 @@ def _make_plan(
     dtype: DType,
     shared: int,
 ) -> Plan | None:
-    """``plan_of`` for a store of ``units`` units, ``page`` of them contiguous, with ``shared`` KiB
-    of shared memory."""
+    """Make the plan for a store of ``units`` units with ``shared`` KiB of shared memory. Runs of
+    ``page`` units are contiguous."""
     query_rows = min(rows, MAX_QUERIES if head_dim <= 128 else MAX_QUERIES // 2)
     needed = -(-MIN_ROWS // min(form.rows for form in formats))
     sizes = (MAX_TOKENS, MAX_TOKENS // 2, MAX_TOKENS // 4) if unit == 1 else (needed,)
@@ -224,10 +235,10 @@ def _make_plan(
 
 @dataclass(frozen=True)
 class Operand:
-    """Keys (``which`` 0) or values (1) in a program.
+    """The keys (``which`` is 0) or values (1) of one head in a program.
 
-    ``arrays``: their arrays of one head in global memory, by name. ``shared``: arrays in shared
-    memory, by name.
+    ``arrays`` has their arrays in global memory, and ``shared`` the arrays in shared memory, both
+    by name.
     """
 
     plan: Plan
@@ -240,7 +251,7 @@ class Operand:
         return self.plan.formats[self.which]
 
     def fetch(self, row: Array, unit: Array, stage: Array, arrived: Ref) -> None:
-        """Start copying the tile that begins at a unit of a row, or of a page."""
+        """Start to copy the tile that begins at unit ``unit`` of the row (or page) ``row``."""
         count = self.plan.tile_rows(self.which)
         rows = self.arrays["numbers"].at[row, :, pl.ds(unit * self.format.rows, count)]
         plgpu.copy_gmem_to_smem(
@@ -251,7 +262,7 @@ class Operand:
         )
 
     def convert(self, row: Array, unit: Array, stage: Array) -> None:
-        """Convert the numbers of a fetched tile, and load the scales of its tokens."""
+        """Convert the numbers of a fetched tile, and load the scales of the tile's tokens."""
         plan, which = self.plan, self.which
         if plan.planes(which):
             shape = plan.tile_rows(which), plan.head_dim
@@ -270,7 +281,8 @@ class Operand:
                 plgpu.store(into, numbers.astype(jnp.float32), optimized=False)
 
     def numbers(self, subblock: tuple[int, int], stage: Array, group: int) -> list[Ref]:
-        """References to the numbers of a subblock and a group of channels, as 16-bit terms."""
+        """Return references to the numbers of a subblock and a group of channels, one reference per
+        16-bit term."""
         plan, width = self.plan, self.plan.head_dim // self.format.groups
         plane, first = plan.plane_row(self.which, subblock)
         channels = pl.ds(group * width, width)
@@ -282,7 +294,7 @@ class Operand:
         return [self.shared["converted"].at[pl.ds(n, plan.tokens), channels] for n in begins]
 
     def token_scales(self, subblock: tuple[int, int], group: int) -> ScaleOffset:
-        """The scales and offsets of a subblock's tokens: float32[tokens]."""
+        """Return the scales and offsets of a subblock's tokens, both float32[tokens]."""
         unit, index = subblock
         tokens = self.plan.tokens
 
@@ -301,7 +313,8 @@ class Operand:
         channels: pl.Slice | slice,
         layout: Layout,
     ) -> ScaleOffset:
-        """The scales and offsets of channels, with the means in the offsets: float32[channels]."""
+        """Return the scales and offsets of channels, both float32[channels]. Means are added to the
+        offsets."""
         form = self.format
 
         def load(name: str) -> Array:

@@ -1,4 +1,4 @@
-"""What the kernels share: their inputs, the codec that they read, and interpret mode."""
+"""What all kernels use: their inputs, the codec that they read, and interpret mode."""
 
 import functools
 from collections.abc import Callable
@@ -25,9 +25,9 @@ DType = np.dtype[Any]
 INTERPRETED: Any = True
 """The ``interpret`` argument of kernels on a CPU. Tests set it to detect races."""
 PROGRAMS = 256
-"""The number of programs that a GPU kernel aims for: a few for each multiprocessor."""
+"""A GPU kernel splits rows until it has about this number of programs, a few per multiprocessor."""
 MIN_TILES = 4
-"""The fewest tiles per program if several programs share a row."""
+"""The minimum number of tiles per program if several programs share a row."""
 
 
 def refuse(path: str, reasons: dict[str, object]) -> None:
@@ -38,21 +38,24 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
 
 
 def compiled(run: Callable[..., _T], *arrays: Array) -> _T:
-    """``run(*arrays, interpret=)``: interpreted on CPUs, compiled on other platforms."""
+    """Call ``run(*arrays, interpret=...)``: interpreted on CPUs, compiled on other platforms."""
     on_cpu, on_device = (functools.partial(run, interpret=x) for x in (INTERPRETED, False))
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_device)
 
 
 class Core(NamedTuple):
-    """What a kernel needs of a codec: the ``codec`` whose store it reads, and the ``transforms`` of
-    channels around it, the outermost first. Those are applied to queries and outputs, outside of
-    the products."""
+    """The parts of a codec that a kernel uses.
+
+    ``codec`` is the inner codec, whose store the kernel reads. ``transforms`` are the transforms of
+    channels around it, outermost first. They are applied to queries and outputs, outside of the
+    kernel's products.
+    """
 
     codec: Codec
     transforms: tuple[Rotated, ...] = ()
 
     def transform(self, queries: Array) -> Array:
-        """Transform queries [..., head_dim] as stored keys are transformed."""
+        """Transform queries [..., head_dim] in the same way as the stored keys."""
         for each in self.transforms:
             queries = each.transform(queries)
         return queries
@@ -66,8 +69,9 @@ class Core(NamedTuple):
 
 @functools.singledispatch
 def core_of(codec: Codec) -> Core:
-    """The core of a codec. A wrapper that changes how a store is read registers its own rule; by
-    default a wrapper only changes how numbers are encoded."""
+    """Return the core of a codec. By default a wrapper changes only how numbers are encoded, and
+    its core is that of the codec inside. A wrapper that changes how a store is read registers its
+    own rule."""
     return Core(codec)
 
 
@@ -91,12 +95,12 @@ def _(codec: Rotated) -> Core:
 class KernelInputs:
     """A section, and the queries that attend to it.
 
-    Values that depend on a row alone are passed to the kernel as integers (``scalars``). What
-    depends on a slot is computed from them in the kernel, elementwise. The methods below ``at`` are
-    called there, with arrays of any number of axes.
+    Values that depend only on the row are passed to the kernel as integers (``scalars``). The
+    kernel computes values per slot from them, elementwise, by calling ``slots``, ``positions``,
+    ``sees`` and ``scores`` with arrays of any number of axes.
 
-    ``queries``: [batch, kv_heads, rows, head_dim], transformed as the codec of the keys requires.
-    ``subblocks``: the number of subblocks of a block that are read one after the other.
+    ``queries`` is [batch, kv_heads, rows, head_dim], transformed like the stored keys.
+    ``subblocks`` is the number of subblocks of a block that are read one after another.
     """
 
     section: Section
@@ -111,7 +115,7 @@ class KernelInputs:
         return cls(section, inputs.mask, queries, section_subblocks(section))
 
     def without_arrays(self) -> "KernelInputs":
-        """The static settings alone, to be closed over by a kernel."""
+        """Return only the static settings, without arrays. A kernel can close over them."""
         none = {"keys": None, "values": None, "cursors": (), "pages": None}
         mask = replace(
             self.mask, queries=None, call_start=None if self.mask.call_start is None else True
@@ -120,35 +124,37 @@ class KernelInputs:
 
     @property
     def fold(self) -> int:
-        """How many rows of channels are stored side by side in one row of lanes."""
+        """The number of rows of channels that are stored side by side in one row of lanes."""
         return fold_of_orders(self.section.orders)
 
     @property
     def groups(self) -> tuple[int, int]:
-        """Groups of channels with separate scales per token, of keys and of values."""
+        """The number of groups of channels with separate scales per token, for keys and for
+        values."""
         keys, values = (
             max(order.groups for order in jax.tree.leaves(orders)) for orders in self.section.orders
         )
         return keys, values
 
     def at(self, blocks: int, rows: int) -> Array:
-        """The positions of query rows, int32[batch, blocks, rows], padded with the last one."""
+        """Return the positions of query rows, int32[batch, blocks, rows]. The padding repeats the
+        last position."""
         queries = self.mask.queries
         positions = jnp.tile(queries, (1, self.queries.shape[2] // queries.shape[1]))
         padding = (0, blocks * rows - positions.shape[1])
         return jnp.pad(positions, ((0, 0), padding), mode="edge").reshape(-1, blocks, rows)
 
     def scalars(self, tile: int, at: Array) -> tuple[Array, Array]:
-        """The integers that a kernel needs for each block of query rows.
+        """Compute the integers that a kernel needs for each block of query rows.
 
         Args:
-          tile: tokens per tile.
+          tile: the number of tokens per tile.
           at: int32[batch, blocks, rows], the positions of the rows.
 
         Returns:
-          int32[batch, blocks, n]: the first tile that the rows may see, the number of tiles from
-          there on, and the cursors from which positions are computed; and int32[], the largest
-          number of tiles.
+          Two arrays. The first, int32[batch, blocks, n], has the first tile that the rows may see,
+          the number of tiles from there on, and the cursors from which positions are computed. The
+          second, int32[], is the maximum number of tiles.
         """
         section, mask = self.section, self.mask
 
@@ -166,7 +172,7 @@ class KernelInputs:
         return stacked, jnp.maximum(jnp.max(tiles - first), 1)
 
     def _first_tile(self, tile: int) -> Array:
-        """int32[]: the first tile that any query may see."""
+        """Return int32[]: the index of the first tile that any query may see."""
         section, mask, unit = self.section, self.mask, self.section.unit
         if mask.window is None and mask.chunk is None:
             return jnp.int32(section.first * unit // tile)
@@ -179,8 +185,8 @@ class KernelInputs:
         return jnp.argmax(jax.vmap(reached)(starts)).astype(jnp.int32)
 
     def slots(self, index: int, tile: int, iota: Callable[[int], Array]) -> Array:
-        """The slots of one subblock of each block of a tile, counted from the tile's first slot.
-        ``iota(n)`` gives 0 to n - 1 in the shape that the kernel needs."""
+        """Return the slots of the subblock ``index`` of every block of a tile, counted from the
+        tile's first slot. ``iota(n)`` returns 0 to n - 1 in the shape that the kernel needs."""
         unit, number = self.section.unit, iota(tile // self.subblocks)
         if self.subblocks == 1:
             return number
@@ -188,8 +194,8 @@ class KernelInputs:
         return number // tokens * unit + index * tokens + number % tokens
 
     def positions(self, slots: Array, scalars: list[Array]) -> Array:
-        """The positions of slots; -1 for an empty slot. ``scalars``: the result of ``scalars()``,
-        from the third entry on."""
+        """Return the positions of slots; -1 for an empty slot. ``scalars`` are the entries of the
+        result of ``scalars()`` from the third on."""
         section = self.section
         cursors = scalars if self.mask.call_start is None else scalars[1:]
         first = section.first * section.unit
@@ -197,31 +203,31 @@ class KernelInputs:
         return jnp.where(inside, section.position_of(slots, *cursors), -1)
 
     def sees(self, queries: Array, positions: Array, scalars: list[Array]) -> Array:
-        """Whether queries see positions."""
+        """Return whether queries see keys at ``positions``."""
         call_start = None if self.mask.call_start is None else scalars[0]
         return self.mask.sees(queries, positions, call_start, self.section)
 
     def scores(self, products: Array) -> Array:
-        """Scores from products of queries and keys."""
+        """Compute scores from products of queries and keys."""
         scores, cap = products * self.mask.scale, self.mask.soft_cap
         return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def fold_of_orders(orders: Orders) -> int:
-    """How many rows of channels a store has side by side in one row of lanes."""
+    """Return the number of rows of channels that a store has side by side in one row of lanes."""
     return max(order.fold for order in jax.tree.leaves(orders))
 
 
 def section_subblocks(section: Section) -> int:
-    """The number of subblocks of a block that a kernel reads one after the other."""
+    """Return the number of subblocks of a block that a kernel reads one after another."""
     if section.unit == 1:
         return 1
     return max(map(subblocks_of, section.codecs)) * fold_of_orders(section.orders)
 
 
 def splits_of(programs: int, tiles: int) -> int:
-    """The number of programs that share a row's keys: enough to occupy a GPU, but with several
-    tiles each."""
+    """Return the number of programs that share a row's keys. Together they occupy a GPU, and each
+    has several tiles."""
     splits = max(PROGRAMS // programs, 1)
     return min(1 << splits.bit_length() - 1, 1 << max(tiles // MIN_TILES, 1).bit_length() - 1)
 
@@ -229,9 +235,9 @@ def splits_of(programs: int, tiles: int) -> int:
 def merge_splits(
     outputs: Partial, inputs: KernelInputs, blocks: int, splits: int, before: Partial | None
 ) -> Partial:
-    """Merge the results of a GPU kernel's programs, and the softmax over other keys, ``before``.
+    """Merge the results of a GPU kernel's programs with ``before``, the softmax over other keys.
 
-    ``outputs``: [batch, kv_heads * blocks, splits, rows of a block, ...].
+    ``outputs`` is [batch, kv_heads * blocks, splits, rows of a block, ...].
     """
     batch, kv_heads, rows, _ = inputs.queries.shape
     partial = outputs.merge_axis(2) if splits > 1 else Partial(*(x[:, :, 0] for x in outputs))

@@ -1,14 +1,15 @@
 """A flash-decoding kernel for NVIDIA GPUs since Ampere, which reads the cache as it is stored.
 
-A program of four warps walks the tiles of one row, or of a split of it, for one key-value head and
-one block of query rows, with the online softmax (FlashAttention, Dao, Fu, Ermon, Rudra and Ré,
-arXiv:2205.14135). Splits are merged by log-sum-exp (Dao, Haziza, Massa and Sizov, "Flash-Decoding
-for long-context inference", 2023). A pipeline fetches tiles ahead into shared memory, by TMA from
-Hopper on and by ``cp.async`` on Ampere, and tensor cores multiply 16-bit numbers by ``mma``.
+A program of four warps reads the tiles of one row, or of a part of it (a split), for one key-value
+head and one block of query rows, with the online softmax (FlashAttention, Dao, Fu, Ermon, Rudra and
+Ré, arXiv:2205.14135). Splits are merged by log-sum-exp (Dao, Haziza, Massa and Sizov,
+"Flash-Decoding for long-context inference", 2023). A pipeline fetches tiles into shared memory
+ahead of time, with TMA from Hopper on and with ``cp.async`` on Ampere. Tensor cores multiply 16-bit
+numbers with ``mma``.
 
-The kernel is a ``mosaic_gpu.kernel`` of Pallas. It is compiled for A100, L4, H100, H200, B200 and
-others, and interpreted on CPUs with race detection; it was never executed on a device. The
-interpreter supports TMA alone, so the copies by ``cp.async`` are compiled only.
+The kernel is a ``mosaic_gpu.kernel`` of Pallas. Tests compile it for A100, L4, H100, H200, B200 and
+others, and interpret it on CPUs with race detection. It was never executed on a device. The
+interpreter supports only TMA, so copies with ``cp.async`` are compiled but not interpreted.
 """
 
 import functools
@@ -40,13 +41,13 @@ from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
 Carry = tuple[Array, Array, list[Array], list[Array]]
-"""What a program carries from tile to tile: the highest scores, the totals by token, the weighted
-values of each group, and the products of weights and offsets of each group."""
+"""What a program carries from tile to tile: the highest scores, the totals per token, the weighted
+values of each group, and for each group the products of weights and offsets."""
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:
-    """Reasons for which the kernel can't read a section for query rows [batch, kv_heads, rows,
-    head_dim], and whether each applies."""
+    """Return the possible reasons why the kernel can't read a section, and whether each applies.
+    ``rows`` are the query rows, [batch, kv_heads, rows, head_dim]."""
     head_dim = rows.shape[3]
     cores = [core_of(codec).codec for codec in section.codecs]
     known = None not in [format_of(core, section.unit, head_dim) for core in cores]
@@ -59,8 +60,9 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
 
 
 def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
-    """The softmax of queries over a section, not yet divided by its total, merged with ``before``,
-    the softmax over other keys. Only tiles that some query of a row sees are read."""
+    """Compute the softmax of queries over a section, not yet divided by its total, and merge it
+    with ``before``, the softmax over other keys. Only tiles that a query of the row sees are
+    read."""
     section = inputs.section
     batch, kv_heads, rows, head_dim = inputs.queries.shape
     dtype = inputs.queries.dtype
@@ -120,7 +122,8 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
 
 
 def _interpret() -> Any:
-    """The ``interpret`` argument if the default device is a CPU, otherwise None."""
+    """Return the ``interpret`` argument of the kernel if the default device is a CPU, otherwise
+    None."""
     if default_device().platform != "cpu":
         return None
     return plgpu.InterpretGPUParams() if common.INTERPRETED is True else common.INTERPRETED
@@ -139,20 +142,22 @@ def _program(
     *refs: Ref,
     **shared: Ref,
 ) -> None:
-    """One program: a split of a row's tiles, for one key-value head and one block of query rows.
+    """Run one program: a split of a row's tiles, for one key-value head and one block of query
+    rows.
 
     Args:
       inputs: the inputs, without arrays.
-      plan: how the call is divided.
-      blocks: blocks of query rows.
-      splits: programs that share a row's tiles.
-      units: units of a page; without pages, of a row.
-      columns: pages of a row; 0 without pages.
-      output_rows: rows that are written.
-      barriers: whether TMA fetches tiles and barriers signal their arrival.
+      plan: how the kernel divides the call.
+      blocks: number of blocks of query rows.
+      splits: number of programs that share a row's tiles.
+      units: number of units of a page, or of a row if there are no pages.
+      columns: maximum number of pages of a row; 0 without pages.
+      output_rows: number of output rows that the program writes.
+      barriers: whether TMA fetches tiles and barriers signal that they have arrived.
       interpreted: whether the kernel is interpreted.
-      refs: queries, scalars, positions, perhaps the table of pages, stores, and the outputs.
-      shared: arrays in shared memory.
+      refs: queries, scalars, positions, the page table (if there are pages), stores, and the
+        outputs.
+      shared: arrays in shared memory, by name.
     """
     row, head, split = (lax.axis_index(name) for name in ("row", "head", "split"))
     queries_ref, scalars_ref, at_ref, *rest = refs[:-3]
@@ -162,7 +167,7 @@ def _program(
     operands = []
     for which, form in enumerate(plan.formats):
         stores = [rest.pop(0) for _ in form.arrays]
-        # Arrays that heads share have a single one.
+        # Arrays that all heads share have a head axis of size 1.
         heads = [ref.at[:, pl.ds(kv_head if ref.shape[1] > 1 else 0, 1)] for ref in stores]
         operands.append(Operand(plan, which, dict(zip(form.arrays, heads, strict=True)), shared))
     keys, values = operands
@@ -174,9 +179,9 @@ def _program(
     tile_tokens = plan.tile * plan.unit
 
     def locate(tile: Array) -> tuple[Array, Array, Array]:
-        """The first unit of a tile; its row or page; and its first unit there. If the last tile
-        would extend past the end, it begins earlier; the slots that it shares with the tile before
-        are not counted again."""
+        """Return the first unit of a tile in its row, the row or page that contains it, and the
+        first unit in there. If the last tile would extend past the end, it begins earlier. Slots
+        that it shares with the previous tile are not counted again."""
         start = jnp.minimum(tile * plan.tile, count - plan.tile)
         if table_ref is None:
             return start, row, start
@@ -194,7 +199,8 @@ def _program(
         if barriers:
             plgpu.barrier_wait(shared["arrived"].at[stage])
             return
-        # Each copy is a group of its own. Near the end fewer are in flight after this tile's.
+        # Each copy is a separate group. Near the end, fewer copies are in flight after this tile's
+        # copy.
         last = tile + stages - 2
         pl.when(last < end)(lambda: plgpu.wait_gmem_to_smem(2 * (stages - 2)))
         pl.when(last >= end)(lambda: plgpu.wait_gmem_to_smem(0))
@@ -203,7 +209,7 @@ def _program(
         return plgpu.load(ref, layout=plan.rhs, optimized=False)
 
     def multiply(a: list[Array], b: list[Array], acc: Array) -> Array:
-        """A product of sums of terms. Of float32 numbers only the significant products of terms
+        """Multiply two sums of terms. For float32 numbers, only the significant products of terms
         are computed."""
         most = max(len(a), len(b))
         pairs = itertools.product(range(len(a)), range(len(b)))
@@ -225,13 +231,13 @@ def _program(
     at = plgpu.layout_cast(lax.broadcast_in_dim(at, (rows, tokens), (0,)), plan.acc)
     groups = [form.groups for form in plan.formats]
     widths = [head_dim // form.groups for form in plan.formats]
-    # With four warps both layouts distribute rows alike, but Mosaic does not know that.
+    # With four warps, both layouts distribute rows in the same way, but Mosaic does not know that.
     own_rows = plan.acc if plan.warps == 4 else plan.lhs
 
     def sum_queries(
         channels: pl.Slice | slice, factor: Callable[[Layout], Array] | None = None
     ) -> Array:
-        """Queries, or their products with a factor, summed over channels: float32[rows]."""
+        """Sum queries, or their products with a factor, over channels: float32[rows]."""
         x = queries_ref.at[row, head, :, channels]
         x = plgpu.load(x, layout=own_rows, optimized=False).astype(jnp.float32)
         if factor is not None:
@@ -245,7 +251,7 @@ def _program(
     ]
 
     def key_products(subblock: tuple[int, int], place: Array, unit: Array, stage: Array) -> Array:
-        """Products of queries and a subblock of keys: float32[rows, tokens]."""
+        """Multiply queries and a subblock of keys: float32[rows, tokens]."""
         lhs, offset = query_terms, None
         scales = functools.partial(keys.channel_scales, place, unit, subblock, all_channels)
         if keys.format.tokens_per_scale:
@@ -273,7 +279,7 @@ def _program(
         return total if offset is None else total + _per_row(offset, total, plan.acc)
 
     def visible(subblock: tuple[int, int], tile: Array, start: Array) -> tuple[Array, Array]:
-        """Which tokens of a subblock each query sees, and the subblock's first slot."""
+        """Return which tokens of a subblock each query sees, and the subblock's first slot."""
         first = (start + subblock[0]) * plan.unit + subblock[1] * tokens
         slots = plgpu.broadcasted_iota(jnp.int32, (rows, tokens), 1, layout=plan.acc) + first
         positions = inputs.positions(slots, scalars)
@@ -281,14 +287,15 @@ def _program(
         return inputs.sees(at, positions, scalars), first
 
     def present(first: Array, tile: Array, shape: tuple[int, int]) -> Array:
-        """Whether the slots of a subblock hold tokens, in the shape of its numbers [tokens,
-        channels]."""
+        """Return whether the slots of a subblock contain tokens, in the shape of the subblock's
+        numbers, [tokens, channels]."""
         slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plan.rhs) + first
         return (inputs.positions(slots, scalars) >= 0) & (slots >= tile * tile_tokens)
 
     def store_weights(n: int, weights: Array, offsets: list[Array]) -> list[Array]:
-        """Store the n-th subblock's weights for the product with values, multiplied by the scales
-        of tokens in each group. ``offsets``: the accumulated products of weights and offsets."""
+        """Multiply the weights of the n-th subblock by the token scales of each group, and store
+        them for the product with values. Returns ``offsets``, the accumulated products of weights
+        and offsets, with this subblock added."""
         offsets = list(offsets)
         for group in range(groups[1]):
             scaled, offset = weights, None
@@ -300,7 +307,7 @@ def _program(
             plgpu.store(shared["weights"].at[n, group], stored, optimized=False)
             if offset is None:
                 continue
-            if values.format.middle:  # of the rounded weights, so that their errors cancel
+            if values.format.middle:  # sum the rounded weights, so that rounding errors cancel
                 plane = plan.plane_row(1, plan.subblocks[n])[0]
                 lower = values.format.middle * values.format.plane_scale(plane)
                 offsets[group] = offsets[group] - stored.astype(jnp.float32) * lower
@@ -317,7 +324,8 @@ def _program(
         unit: Array,
         stage: Array,
     ) -> list[Array]:
-        """Add the n-th subblock to the weighted values of each group, float32[rows, width]."""
+        """Add the n-th subblock to the weighted values of each group, which are float32[rows,
+        width]."""
         results = []
         raw, subblock = "scale" not in values.format.arrays, plan.subblocks[n]
         for group, total in enumerate(weighted):
@@ -396,7 +404,7 @@ def _program(
 
 
 def _dot(acc: Array, a: Array, b: Array, interpreted: bool) -> Array:
-    """A matrix product added to an accumulator. The interpreter has no ``mma``."""
+    """Add a matrix product to an accumulator. The interpreter does not support ``mma``."""
     if interpreted:
         return acc + jnp.dot(a, b, preferred_element_type=jnp.float32)
     return plgpu.mma(acc, a, b)

@@ -1,11 +1,11 @@
 """Storage formats that the Mosaic GPU kernel reads.
 
-A codec that the kernel reads registers ``format_of`` here. Numbers are fetched as rows of channels,
-as they are stored. Tensor cores multiply 16-bit floats, so numbers of other types are converted in
-shared memory into ``planes`` of 16-bit numbers: codes become floats without their scales, one plane
-per code of a byte, and a float32 number becomes the sum of three 16-bit terms. Scales and zero
-points per token are applied to scores and weights; scales and zero points per channel are applied
-to queries and outputs.
+Each codec that the kernel can read registers ``format_of`` here. Numbers are fetched as rows of
+channels, as they are stored. Tensor cores multiply 16-bit floats, so other numbers are converted in
+shared memory into ``planes`` of 16-bit numbers. Codes become floats without their scales. A byte
+with several codes gives one plane for each. A float32 number becomes the sum of three 16-bit terms.
+Scales and zero points per token are applied to scores and weights. Scales and zero points per
+channel are applied to queries and outputs.
 """
 
 import functools
@@ -23,11 +23,11 @@ from kvjax.codecs.scales import FIELDS, ScaledCodec
 from kvjax.core.typing import Array
 
 TERMS = 3
-"""16-bit numbers whose sum is a 32-bit number, except for about its last bit."""
+"""The number of 16-bit terms whose sum is a 32-bit number, except for about its last bit."""
 
 
 def terms_of(x: Array, dtype: DType, count: int) -> list[Array]:
-    """float32 numbers as a sum of ``count`` 16-bit numbers."""
+    """Split float32 numbers into ``count`` 16-bit terms, whose sum is approximately the number."""
     terms = []
     for n in range(count):
         terms.append(x.astype(dtype))
@@ -40,11 +40,15 @@ def terms_of(x: Array, dtype: DType, count: int) -> list[Array]:
 class StoreFormat:
     """How the kernel reads a codec's store.
 
-    ``rows``: rows of numbers per unit. ``dtype``: the dtype of the stored numbers. ``bits``: the
-    width of a code; 0 if the numbers are floats. ``fraction``: fraction bits of an 8-bit float; 0
-    otherwise. ``groups``: groups of channels with separate scales per token. ``tokens_per_scale``:
-    tokens that share the scale of a channel; 0 if scales belong to tokens. ``middle``: the code of
-    0, if there is no zero point. ``arrays``: the names of the kernel's input arrays, in order.
+    Attributes:
+      rows: rows of numbers per unit.
+      dtype: the dtype of the stored numbers.
+      bits: bits per code; 0 if the numbers are floats.
+      fraction: fraction bits of an 8-bit float; 0 for other numbers.
+      groups: groups of channels with separate scales per token.
+      tokens_per_scale: how many tokens share the scale of a channel; 0 if scales belong to tokens.
+      middle: the code of the number 0, if there is no zero point.
+      arrays: the names of the kernel's input arrays, in order.
     """
 
     rows: int
@@ -58,7 +62,7 @@ class StoreFormat:
 
     @property
     def subblocks(self) -> int:
-        """Subblocks of a unit's tokens whose codes share bytes."""
+        """The number of subblocks of a unit whose codes are in the same bytes."""
         return 8 // self.bits if self.bits else 1
 
     @property
@@ -78,25 +82,28 @@ class StoreFormat:
         return bool(shifted) or "mean" in self.arrays
 
     def terms(self, queries: DType) -> int:
-        """16-bit terms of a stored number, if queries have this dtype."""
+        """Return the number of 16-bit terms of a stored number, if queries have the dtype
+        ``queries``."""
         return TERMS if self.dtype == queries == jnp.float32 else 1
 
     def planes(self, queries: DType, product: DType) -> int:
-        """Planes of numbers that are converted in shared memory; 0 if the stored numbers are
-        multiplied directly. ``queries``, ``product``: dtypes."""
+        """Return the number of planes that are converted in shared memory; 0 if the stored numbers
+        are multiplied directly. ``queries`` and ``product`` are the dtypes of queries and of
+        products' operands."""
         if self.bits or self.fraction:
             return self.subblocks
         return 0 if self.dtype == product else self.terms(queries)
 
     def plane_scale(self, plane: int) -> float:
-        """The factor by which the numbers of a plane are too large."""
-        if self.fraction:  # 16-bit floats have another exponent bias
+        """Return the factor by which the numbers of a plane are larger than the stored numbers."""
+        if self.fraction:  # 16-bit floats have a different exponent bias
             bias = next(bias for fraction, bias in FIELDS.values() if fraction == self.fraction)
             return 2.0 ** (bias - 15)
         return 2.0 ** (self.bits * plane)  # codes are masked, but not shifted
 
     def convert(self, stored: Array, queries: DType, product: DType) -> list[Array]:
-        """Convert fetched rows to planes. ``queries``, ``product``: dtypes."""
+        """Convert fetched rows to planes. ``queries`` and ``product`` are dtypes as in
+        ``planes``."""
         if self.fraction:
             wide = stored.astype(jnp.uint16)
             wide = ((wide & 128) << 8) | ((wide & 127) << (10 - self.fraction))
@@ -117,8 +124,8 @@ SCALES = "scale", "zero"
 
 @functools.singledispatch
 def format_of(codec: Codec, block: int, head_dim: int) -> StoreFormat | None:
-    """How the kernel reads the store of a codec's core, in units of ``block`` tokens. None if it
-    can't."""
+    """Return how the kernel reads the store of a codec's core in units of ``block`` tokens, or None
+    if it can't read it."""
     return None
 
 
@@ -164,7 +171,7 @@ def _(codec: Centered, block: int, head_dim: int) -> StoreFormat | None:
 
 
 def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, int]:
-    """Which numbers share a scale, as fields of ``StoreFormat``."""
+    """Return the fields of ``StoreFormat`` that say which numbers share a scale."""
     tokens, channels = codec.groups.sizes(block, head_dim)
     if codec.per == "channel":
         return {"tokens_per_scale": tokens}
@@ -172,8 +179,9 @@ def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, in
 
 
 def arrays_of(codec: Codec, store: Store) -> list[Array]:
-    """The arrays of the store of a codec's core [batch, kv_heads, units, ...], in the order of its
-    format. Numbers are reshaped to rows [batch, kv_heads, rows, head_dim]."""
+    """Return the arrays of the store of a codec's core, [batch, kv_heads, units, ...], in the order
+    of ``StoreFormat.arrays``. The numbers are reshaped to rows, [batch, kv_heads, rows,
+    head_dim]."""
     mean = []
     if isinstance(codec, Centered):
         store, mean = store.rest, [store.mean]
@@ -182,15 +190,19 @@ def arrays_of(codec: Codec, store: Store) -> list[Array]:
 
 
 class ScaleOffset(NamedTuple):
-    """How to dequantize the numbers of a plane: ``number * scale + offset``, per token or per
-    channel. A scale of None is 1, and an offset of None is 0."""
+    """How to dequantize the numbers of a plane: ``number * scale + offset``.
+
+    There is one scale and offset per token or per channel. A scale of None means 1, an offset of
+    None means 0.
+    """
 
     scale: Array | None
     offset: Array | None
 
 
 def scale_offset(form: StoreFormat, load: Callable[[str], Array], plane: int) -> ScaleOffset:
-    """The scale and offset of a plane. ``load`` returns a scale or a zero point in float32."""
+    """Compute the scale and offset of a plane. ``load(name)`` returns the scale or the zero point
+    in float32."""
     if "scale" not in form.arrays:
         return ScaleOffset(None, None)
     scale, offset = load("scale"), None

@@ -1,14 +1,14 @@
 """A flash-decoding kernel for TPUs that reads the cache as it is stored.
 
-Each row of the batch walks its own tiles with the online softmax (Milakov and Gimelshein,
+Each row of the batch processes only its own tiles, with the online softmax (Milakov and Gimelshein,
 arXiv:1805.02867; FlashAttention, Dao, Fu, Ermon, Rudra and Ré, arXiv:2205.14135), from the first
-tile that its queries may see to the last one that is filled. The number of tiles is known when the
-kernel starts, so one program serves every length and does not read empty tiles. The scales of
-tokens are applied to scores and weights, so most numbers are never dequantized. The kernel computes
-positions from the row's cursors and reads no mask.
+tile that its queries may see to the last filled one. The number of tiles is an argument of the
+kernel, so one program works for every length and does not read empty tiles. Scales per token are
+applied to scores and weights, so most numbers are never dequantized. The kernel computes positions
+from the row's cursors and needs no mask array.
 
-The kernel is a ``pallas_call``, lowered by Mosaic. It is compiled for v5e and v6e, and interpreted
-on CPUs; it was never executed on a device.
+The kernel is a ``pallas_call``, lowered by Mosaic. Tests compile it for v5e and v6e, and interpret
+it on CPUs. It was never executed on a device.
 """
 
 import functools
@@ -44,21 +44,22 @@ from kvjax.core.typing import Array
 from kvjax.placement.order import LANES, SUBLANES, Order, Transposed
 
 MAX_ROWS = 512
-"""The most query rows that share a walk over the tiles."""
+"""The maximum number of query rows that are processed together, tile by tile."""
 MAX_BYTES = 2**21
-"""The most bytes of a subblock's numbers in float32. VMEM holds several such arrays at once."""
+"""The maximum size of a subblock's numbers in float32, in bytes. VMEM must hold several such arrays
+at once."""
 ROW_MULTIPLE = 16
-"""Rows in a tile of 16-bit numbers."""
+"""Query rows are padded to a multiple of this, the rows in a TPU tile of 16-bit numbers."""
 OUTPUT_ARRAYS = 4
-"""How many arrays of the outputs' size are counted. The inputs of a continued softmax fit in
-addition to them and are not counted."""
+"""The number of output-sized arrays for which VMEM is reserved. The inputs of a continued softmax
+also fit, without a reservation."""
 MAX_TOKENS = 1024
-"""The most tokens of a subblock of a tile."""
+"""The maximum number of tokens of a subblock of a tile."""
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:
-    """Reasons for which the kernel can't read a section for query rows [batch, kv_heads, rows,
-    head_dim], and whether each applies."""
+    """Return the possible reasons why the kernel can't read a section, and whether each applies.
+    ``rows`` are the query rows, [batch, kv_heads, rows, head_dim]."""
     head_dim, subblocks = rows.shape[3], section_subblocks(section)
     tileable = all(order.tileable for order in jax.tree.leaves(section.orders))
     readable = (section.unit == 1 or tileable) and all(
@@ -74,10 +75,8 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
 
 
 def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
-    """The softmax of queries over a section, not yet divided by its total.
-
-    ``before``: the softmax over other keys; the kernel continues from it.
-    """
+    """Compute the softmax of queries over a section, not yet divided by its total. The kernel
+    continues from ``before``, the softmax over other keys."""
     section = inputs.section
     values = core_of(section.codecs[1])
     if before is not None and values.transforms:  # the earlier output is not transformed
@@ -90,7 +89,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     orders = jax.tree.leaves(section.orders)
     capacity = leaves[0].shape[orders[0].axis] // orders[0].stride * section.unit
     heads, tile, block_rows = tile_sizes(inputs, capacity)
-    # With a single page per row, the last tile may pass the end, as it may without pages.
+    # With a single page per row, the last tile may extend past the end, as it may without pages.
     has_many_pages = section.pages is not None and section.pages.shape[1] > 1
     refuse("pallas", {f"can't read pages of {capacity} tokens": has_many_pages and capacity % tile})
     blocks = -(-rows // block_rows)
@@ -177,21 +176,21 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
             interpret=interpret,
         )(scalars, pages, queries, at, *flat)
 
-    # Under vmap, a loop over the kernel. JAX's rule for kernels whose grids differ is a loop as
-    # well, but it does not support aliases.
+    # Under vmap, run the kernel in a loop. JAX's own rule for kernels whose grids differ also makes
+    # a loop, but does not support aliases.
     call = custom_batching.sequential_vmap(functools.partial(compiled, run))
     stats, output = call(*arrays)
     return Partial(stats[:, :, 0, :rows], stats[:, :, 1, :rows], output[:, :, :rows])
 
 
 def tile_sizes(inputs: KernelInputs, capacity: int) -> tuple[int, int, int]:
-    """Key-value heads, tokens and query rows that a step of the kernel processes, so that its
-    arrays fit in VMEM."""
+    """Return how many key-value heads, tokens and query rows a step of the kernel processes, so
+    that its arrays fit in VMEM."""
     _, kv_heads, rows, head_dim = inputs.queries.shape
     block_rows = min(-(-rows // ROW_MULTIPLE) * ROW_MULTIPLE, MAX_ROWS)
     lanes = inputs.fold * head_dim
-    # Numbers per token: of keys or values, or scores. The scores of all subblocks are computed
-    # before the first becomes a weight.
+    # The numbers per token: keys or values, or scores. The scores of all subblocks are computed
+    # before the first weights.
     width = max(lanes, block_rows * max(*inputs.groups, inputs.subblocks // 2)) * 4
     section, least = inputs.section, LANES
     if section.unit > 1:
@@ -204,7 +203,7 @@ def tile_sizes(inputs: KernelInputs, capacity: int) -> tuple[int, int, int]:
     heads = max((n for n in fitting if kv_heads % n == 0), default=1)
     tokens = max(MAX_BYTES // (heads * width), least)
     tokens = min(1 << tokens.bit_length() - 1, max(MAX_TOKENS, least))
-    # Sinks share an array with a ring: read no more than them.
+    # Sinks are in the same array as a ring. Read only the sinks.
     multiple = max(ROW_MULTIPLE, *(order.alignment for order in jax.tree.leaves(section.orders)))
     needed = -(-(section.first + section.size) * section.unit // multiple) * multiple
     tile = min(tokens * inputs.subblocks, capacity, needed if section.unit == 1 else capacity)
@@ -220,8 +219,9 @@ def _in_hbm(store: Array) -> Array:
 
 
 def _as_outputs(partial: Partial, rows: int) -> tuple[Array, Array]:
-    """A softmax in the form of the kernel's outputs, padded to ``rows``: the highest score and the
-    total along the lanes, [batch, kv_heads, 8, rows], and the weighted values."""
+    """Convert a softmax to the form of the kernel's outputs, padded to ``rows`` rows. Returns the
+    highest scores and the totals along the lanes, [batch, kv_heads, 8, rows], and the weighted
+    values."""
     padding = rows - partial.total.shape[2]
     stats = jnp.stack([partial.highest, *[partial.total] * (SUBLANES - 1)], axis=2)
     stats = jnp.pad(stats, ((0, 0), (0, 0), (0, 0), (0, padding)))
@@ -229,7 +229,7 @@ def _as_outputs(partial: Partial, rows: int) -> tuple[Array, Array]:
 
 
 def _transposed(section: Section) -> Section:
-    """A raw section with channels before tokens, which is how XLA lays it out in memory."""
+    """Return a raw section with channels before tokens, which is how XLA stores it in memory."""
     order = Transposed(axis=3)
     return replace(
         section,
@@ -250,7 +250,7 @@ def _kernel(
     at_ref: Ref,
     *refs: Ref,
 ) -> None:
-    """One tile of a row, for some key-value heads and one block of query rows."""
+    """Process one tile of a row, for some key-value heads and one block of query rows."""
     stores, start_from, inverse = jax.tree.unflatten(tree, refs[:-5])
     stats_ref, output_ref, highest_ref, total_ref, weighted_ref = refs[-5:]
     row, number = pl.program_id(0) * blocks + pl.program_id(2), pl.program_id(3)
@@ -307,7 +307,7 @@ def _kernel(
 
     @pl.when(number == pl.num_programs(3) - 1)
     def _() -> None:
-        # Along the lanes: a column with one number per row would take a tile each.
+        # Store statistics along the lanes. Columns with one number per row would take a tile each.
         highest, total = (
             jnp.swapaxes(jnp.broadcast_to(ref[...], (*ref.shape[:2], LANES)), 1, 2)[:, :SUBLANES]
             for ref in (highest_ref, total_ref)
@@ -321,5 +321,5 @@ def _kernel(
 
 
 def _iota(count: int, axis: int) -> Array:
-    """0 to ``count - 1`` along one of two axes."""
+    """Return 0 to ``count - 1`` along one of two axes."""
     return lax.broadcasted_iota(jnp.int32, (1, count) if axis else (count, 1), axis)

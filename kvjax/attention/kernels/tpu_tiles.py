@@ -1,8 +1,8 @@
 """Tiles of a store for the TPU kernel, and products with them.
 
-A codec that the kernel reads registers ``can_tile`` and ``tiles_of`` here. Tiles have codes as
-plain numbers. The scales of tokens are not applied to them but to scores and weights, which are
-much smaller.
+Each codec that the kernel can read registers ``can_tile`` and ``tiles_of`` here. Tiles contain
+codes as plain numbers. Scales per token are not applied to them but to scores and weights, which
+are much smaller arrays.
 
 If a token has several scales, one per group of channels, queries are repeated once per group, with
 zeros in the channels of the other groups. One matrix product then gives the products of all groups.
@@ -27,10 +27,10 @@ from kvjax.placement.order import LaneTiled, Orders, RowTiled
 class Tile(NamedTuple):
     """A tile of keys or values: ``numbers * scale + offset``.
 
-    ``numbers``: [kv_heads, tokens, lanes], where the ``lane_group``-th run of ``head_dim`` lanes
-    belongs to these tokens; if ``transposed``, [kv_heads, head_dim, tokens].
-    ``scale``, ``offset``: float32[kv_heads, groups, tokens], one number per group of channels;
-    None means 1 for ``scale``, and 0 for ``offset``.
+    ``numbers`` is [kv_heads, tokens, lanes]. The ``lane_group``-th run of ``head_dim`` lanes
+    belongs to the tile's tokens. If ``transposed``, ``numbers`` is [kv_heads, head_dim, tokens].
+    ``scale`` and ``offset`` are float32[kv_heads, groups, tokens], with one number per token and
+    group of channels. None means 1 for ``scale`` and 0 for ``offset``.
     """
 
     numbers: Array
@@ -42,19 +42,22 @@ class Tile(NamedTuple):
 
 @functools.singledispatch
 def can_tile(codec: Codec, block: int, subblocks: int, head_dim: int) -> bool:
-    """Whether the kernel can read blocks of this size, one of ``subblocks`` at a time."""
+    """Whether the kernel can read blocks of ``block`` tokens, one of ``subblocks`` subblocks at a
+    time."""
     return False
 
 
 @functools.singledispatch
 def tiles_of(codec: Codec, store: Store, orders: Orders, index: int, subblocks: int) -> list[Tile]:
-    """The tokens of one subblock of each block of a store, as a sum of tiles.
+    """Return the tokens of one subblock of each block of a store, as tiles whose sum is the
+    numbers.
 
     Args:
-      codec: that ``can_tile`` accepts.
+      codec: a codec that ``can_tile`` accepts.
       store: the stored blocks of a tile, without the axis of rows, in their storage orders.
       orders: the storage orders of the store.
-      index: which of the ``subblocks`` of each block.
+      index: the index of the subblock in each block.
+      subblocks: the number of subblocks of a block.
     """
     raise ValueError(f"{codec!r} can't be read tile by tile")
 
@@ -126,8 +129,8 @@ def _scaled_tile(
     index: int,
     subblocks: int,
 ) -> Tile:
-    """A tile of ``numbers`` with the scales and zero points of a store. Scales per channel are
-    applied here; scales per token are left to the products."""
+    """Make a tile of ``numbers`` with the scales and zero points of a store. Scales per channel are
+    applied here. Scales per token are applied later, to the products."""
     zero = getattr(store, "zero", None)
     if codec.per == "token":
 
@@ -147,8 +150,8 @@ def _scaled_tile(
 
 
 def _repeat_rows(rows: Array, tokens: int, lanes: int) -> Array:
-    """Repeat a row per block [kv_heads, blocks, head_dim] for each of ``tokens`` tokens, and as
-    often side by side as it fits in ``lanes``: [kv_heads, tokens, lanes]."""
+    """Repeat rows [kv_heads, blocks, head_dim], one per block, for each of ``tokens`` tokens, and
+    side by side until ``lanes`` lanes are filled. Returns [kv_heads, tokens, lanes]."""
     heads, blocks, width = rows.shape
     if width < lanes:
         rows = jnp.concatenate([rows] * (lanes // width), axis=-1)
@@ -157,7 +160,7 @@ def _repeat_rows(rows: Array, tokens: int, lanes: int) -> Array:
 
 
 def _float8_to_float32(bits: Array, fraction: int, bias: int) -> Array:
-    """Decode 8-bit floats, given as integers, by integer operations alone. Not every device can
+    """Decode 8-bit floats, given as integers, with integer operations only. Not every device can
     reinterpret the bits as floats."""
     exponent, rest = (bits & 127) >> fraction, bits & (2**fraction - 1)
     # Subnormal numbers have no leading 1, and the exponent of the smallest normal ones.
@@ -168,8 +171,8 @@ def _float8_to_float32(bits: Array, fraction: int, bias: int) -> Array:
 
 
 def repeat_queries(queries: Array, fold: int, groups: int) -> Array:
-    """Queries [kv_heads, rows, head_dim], repeated for each of ``fold`` lane groups and each group
-    of channels, with zeros in all other lanes: [kv_heads, fold * groups * rows, lanes]."""
+    """Repeat queries [kv_heads, rows, head_dim] for each of ``fold`` lane groups and each group of
+    channels, with zeros in all other lanes. Returns [kv_heads, fold * groups * rows, lanes]."""
     if fold == groups == 1:
         return queries
     head_dim = queries.shape[2]
@@ -181,9 +184,9 @@ def repeat_queries(queries: Array, fold: int, groups: int) -> Array:
 
 
 def tile_scores(tile: Tile, queries: Array, inputs: KernelInputs) -> Array:
-    """Products of queries and keys, float32[kv_heads, rows, tokens].
+    """Multiply queries and keys. Returns float32[kv_heads, rows, tokens].
 
-    ``queries``: [kv_heads, fold * groups * rows, lanes], of ``repeat_queries``.
+    ``queries`` is the result of ``repeat_queries``, [kv_heads, fold * groups * rows, lanes].
     """
     groups = inputs.groups[0]
     rows = queries.shape[1] // (inputs.fold * groups)
@@ -210,13 +213,14 @@ def tile_weighted_values(
     inputs: KernelInputs,
     dtype: DType,
 ) -> Array:
-    """Weights [kv_heads, rows, tokens] times values: float32[kv_heads, rows, lanes].
+    """Multiply weights [kv_heads, rows, tokens] and values. Returns float32[kv_heads, rows, lanes].
 
     Args:
-      tile, weights: the values, and the softmax weights.
+      tile: the values.
+      weights: the softmax weights.
       present: bool, which tokens exist, along the last axis. Slots without tokens and reads past
         the end of an array may hold NaN, and 0 * NaN is NaN.
-      present_rows: returns the same along the axis before the last.
+      present_rows: returns the same mask along the second-to-last axis.
       inputs: the kernel's inputs.
       dtype: the dtype to multiply in.
     """
@@ -250,12 +254,13 @@ def tile_weighted_values(
 
 
 def times_matrix(x: Array, matrix: Array) -> Array:
-    """Rows [kv_heads, rows, head_dim] times a matrix [head_dim, head_dim], float32."""
+    """Multiply rows [kv_heads, rows, head_dim] by a matrix [head_dim, head_dim], in float32."""
     return _dot(x, jnp.broadcast_to(matrix, (x.shape[0], *matrix.shape)), 1)
 
 
 def _dot(a: Array, b: Array, axis: int) -> Array:
-    """Batched products that contract the last axis of ``a`` with an axis of ``b``."""
+    """Compute batched products that contract the last axis of ``a`` with the axis ``axis`` of
+    ``b``."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     return lax.dot_general(
         a,

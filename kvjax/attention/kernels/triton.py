@@ -1,8 +1,8 @@
 """A flash-attention and flash-decoding kernel for GPUs, which Pallas lowers by Triton.
 
-Query rows are divided among programs, and each program walks the keys with the online softmax
-(FlashAttention, Dao, Fu, Ermon, Rudra and Ré, arXiv:2205.14135). If there are few programs, the
-filled part of a row is divided as well, and the results are merged by log-sum-exp (Dao, Haziza,
+Query rows are divided among programs. Each program reads the keys tile by tile, with the online
+softmax (FlashAttention, Dao, Fu, Ermon, Rudra and Ré, arXiv:2205.14135). If there are few programs,
+the filled part of a row is divided too, and the results are merged by log-sum-exp (Dao, Haziza,
 Massa and Sizov, "Flash-Decoding for long-context inference", 2023). The kernel reads the cache as
 it is stored: the codec's ``decode`` is traced into it and applied to one tile at a time.
 
@@ -38,21 +38,22 @@ from kvjax.core.target import current_target
 from kvjax.core.typing import Array
 
 TILE = 64
-"""Tokens of a tile; a tile has at least one block."""
+"""The tokens of a tile. A tile has at least one block, even if that is larger."""
 MAX_ROWS = 64
-"""The most query rows of a program, which all stay in registers."""
+"""The maximum number of query rows of a program. They all stay in registers."""
 MIN_PAGE_TOKENS = 16
-"""The fewest tokens of a page to read at once."""
+"""The minimum number of tokens of a page that are read at once."""
 MMA_ROWS = 16
-"""The fewest rows of a matrix product."""
+"""The minimum number of rows of a matrix product."""
 STAGES = 3
-"""The most pipeline stages: tiles of keys and values in shared memory. It is Triton's default."""
+"""The maximum number of pipeline stages, which is the number of tiles of keys and values in shared
+memory. It is Triton's default."""
 
 
 @functools.singledispatch
 def decodes_in_kernel(codec: Codec) -> bool:
     """Whether ``codec.decode`` can run in the kernel, on blocks without the axes of rows and heads.
-    A codec for which it can registers itself here."""
+    The default is False; codecs that can are registered here."""
     return False
 
 
@@ -68,8 +69,8 @@ def _(codec: CodecWrapper) -> bool:
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:
-    """Reasons for which the kernel can't read a section for query rows [batch, kv_heads, rows,
-    head_dim], and whether each applies."""
+    """Return the possible reasons why the kernel can't read a section, and whether each applies.
+    ``rows`` are the query rows, [batch, kv_heads, rows, head_dim]."""
     head_dim = rows.shape[3]
     stores = section.keys, section.values
     cores = [core_of(codec).codec for codec in section.codecs]
@@ -88,8 +89,9 @@ def _has_no_constants(codec: Codec, store: Store) -> bool:
 
 
 def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
-    """The softmax of queries over a section, not yet divided by its total, merged with ``before``,
-    the softmax over other keys. Only tiles that some query of a row sees are read."""
+    """Compute the softmax of queries over a section, not yet divided by its total, and merge it
+    with ``before``, the softmax over other keys. Only tiles that a query of the row sees are
+    read."""
     section = inputs.section
     batch, kv_heads, rows, head_dim = inputs.queries.shape
     leaves, tree = jax.tree.flatten((section.keys, section.values))
@@ -115,7 +117,8 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     splits = splits_of(batch * kv_heads * blocks, -(-(section.first + section.size) // tile))
     queries = queries.reshape(batch, kv_heads * blocks, block_rows * copies, head_dim)
     arrays = [queries, scalars, at]
-    # The grid: rows of the batch; key-value heads and blocks of query rows; splits of the keys.
+    # The three axes of the grid are rows of the batch, key-value heads with blocks of query rows,
+    # and splits of the keys.
     specs = [
         pl.BlockSpec((None, None, *queries.shape[2:]), lambda b, h, s: (b, h, 0, 0)),
         *(
@@ -127,7 +130,7 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
     ]
     shapes: list[tuple[int, ...]] = [(block_rows,), (block_rows,), (block_rows, head_dim)]
     kernel = functools.partial(_kernel, inputs.without_arrays(), tree, tile, units, page, splits)
-    # Shared memory holds the queries, and tiles in the dtype of the products, of 16 bits or more.
+    # Shared memory holds the queries, and tiles in the dtype of the products (16 bits or more).
     number_bytes = head_dim * max(queries.dtype.itemsize, 2)
     free = current_target().shared_memory - block_rows * copies * number_bytes
     stages = min(STAGES, max(free // (2 * tile * section.unit * number_bytes), 1))
@@ -156,16 +159,17 @@ def decode(inputs: KernelInputs, before: Partial | None = None) -> Partial:
 def _kernel(
     inputs: KernelInputs, tree: Any, tile: int, units: int, page: int, splits: int, *refs: Ref
 ) -> None:
-    """One program: a split of a row's keys, for one key-value head and one block of query rows.
+    """Run one program: a split of a row's keys, for one key-value head and one block of query rows.
 
     Args:
-      inputs: without arrays.
+      inputs: the inputs, without arrays.
       tree: the structure of the stores of keys and values.
       tile: units per tile.
       units: units per row.
       page: units per page.
-      splits: programs that share a row's keys.
-      refs: queries, scalars, positions, perhaps the table of pages, stores, and the outputs.
+      splits: number of programs that share a row's keys.
+      refs: queries, scalars, positions, the page table (if there are pages), stores, and the
+        outputs.
     """
     queries_ref, scalars_ref, at_ref, *stores = refs[:-3]
     table_ref = stores.pop(0) if len(stores) > tree.num_leaves else None
@@ -180,8 +184,8 @@ def _kernel(
 
     def visit(number: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, total, weighted = carry
-        # The last tile is moved down if it would pass the end. Slots that the tile before has
-        # already covered are not counted again.
+        # If the last tile would extend past the end, it begins earlier. Slots that it shares with
+        # the previous tile are not counted again.
         start = jnp.minimum(number * tile, units - tile)
         place: tuple[object, ...] = (pl.ds(start, tile),)
         if table_ref is not None:
@@ -211,12 +215,14 @@ def _kernel(
     initial = zeros + LOWEST, zeros, jnp.zeros(queries.shape, jnp.float32)
     outputs = lax.fori_loop(begin, end, visit, initial)
     for ref, x in zip((highest_ref, total_ref, weighted_ref), outputs, strict=True):
-        # All copies of a row are equal. Triton can't slice registers, but it can reduce.
+        # All copies of a row are equal, so their maximum is any of them. Triton can reduce
+        # registers, but not slice them.
         ref[...] = x.reshape(ref.shape[0], -1, *x.shape[1:]).max(1)
 
 
 def _store_spec(shape: tuple[int, ...], kv_heads: int, blocks: int, pages: bool) -> pl.BlockSpec:
-    """One head of a row, or of all pages. Arrays that heads share have a single one."""
+    """Return the spec of one head of a row, or of all pages. Arrays that all heads share have a
+    head axis of size 1."""
     rest = (0,) * (len(shape) - 2)
     own = int(shape[1] > 1 or kv_heads == 1)
     if pages:
@@ -226,6 +232,6 @@ def _store_spec(shape: tuple[int, ...], kv_heads: int, blocks: int, pages: bool)
 
 
 def _output_spec(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """The output of one program."""
+    """Return the spec of the output of one program."""
     rest = (0,) * len(shape)
     return pl.BlockSpec((None, None, None, *shape), lambda b, h, s: (b, h, s, *rest))
