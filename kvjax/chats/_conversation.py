@@ -1,4 +1,4 @@
-"""The state of a chat: its turns, their tokens, and the cache that holds them."""
+"""The state of a chat: its turns, their tokens, and the cache of these tokens."""
 
 import functools
 import threading
@@ -36,24 +36,25 @@ from kvjax.policies.model_config import common_heads, new_tokens_for, trained_co
 from kvjax.policies.presets import PolicyChoice
 
 _DEFAULT_LENGTH = 4096
-"""The most tokens of a chat, unless the user sets ``max_len``."""
+"""The maximum number of tokens of a chat, unless the user sets ``max_len``."""
 _SETTINGS = DecodingKeywords.__annotations__.keys() | {"max_new_tokens", "stop"}
 _ATTEMPT_SEEDS = 2**32
-"""The difference between the seeds of two answers to one message."""
+"""The difference between the seeds of successive answers to one message."""
 
 
 @dataclass(frozen=True)
 class ChatCache:
-    """A cache of one row, and the tokens that it holds."""
+    """A cache with one row, and the tokens in it."""
 
     cache: KVCache
     tokens: tuple[int, ...] = ()
 
     def rewound_to(self, ids: Sequence[int]) -> tuple["ChatCache", int]:
-        """Rewind to the longest prefix of ``ids`` that the cache holds, at most all but the last
-        token. If it can't be rewound that far, it is emptied.
+        """Rewind to the longest common prefix of the cached tokens and ``ids``, without the last
+        token of ``ids``. If the cache can't be rewound that far, it is emptied.
 
-        Returns the cache, and the matching tokens that were lost by emptying it.
+        Returns:
+          The cache, and the number of common tokens that were lost because it was emptied.
         """
         same = min(common_length(self.tokens, ids), len(ids) - 1)
         surplus = len(self.tokens) - same
@@ -65,13 +66,13 @@ class ChatCache:
 
     @property
     def capacity(self) -> int | None:
-        """The most tokens that it can hold, None for no limit."""
+        """The maximum number of tokens; None for no limit."""
         capacity = max_capacity(self.cache)
         return None if capacity >= UNLIMITED else capacity
 
 
 def new_cache(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> ChatCache:
-    """An empty cache. One that grows starts small."""
+    """Create an empty cache. If its policy can grow, it starts small."""
     policy = limit_memory(lm, policy, None, 1, max_len)
     initial_len = min(capacity_bucket(1), max_len)
     return ChatCache(
@@ -80,18 +81,18 @@ def new_cache(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> ChatCach
 
 
 def cache_capacity(lm: LanguageModel, policy: PolicyChoice, max_len: int) -> int | None:
-    """The capacity of a ``new_cache``, without making it."""
+    """Return the capacity that a ``new_cache`` would have, without creating it."""
     policy = limit_memory(lm, policy, None, 1, max_len)
     shapes = abstract_cache(lm.config, policy, batch=1, max_len=max_len, mesh=lm.mesh)
     return ChatCache(shapes).capacity
 
 
 def chat_length(lm: LanguageModel, max_len: int | None) -> int:
-    """The most tokens of a chat: ``max_len``, or the length of the model's training sequences, at
-    most 4,096.
+    """Return the maximum number of tokens of a chat. It is ``max_len``, or by default the length of
+    the model's training sequences, but at most 4,096.
 
     Raises:
-      ValueError: if the model's mesh splits rows; a chat has only one.
+      ValueError: if the model's mesh splits rows, since a chat has only one row.
     """
     if lm.mesh is not None and (rows := shard_over(lm.mesh, common_heads(lm.config)).rows) > 1:
         raise ValueError(
@@ -105,13 +106,17 @@ def chat_length(lm: LanguageModel, max_len: int | None) -> int:
 
 @dataclass
 class Conversation:
-    """A chat's state.
+    """The state of a chat.
 
-    ``length``: the number of tokens that its cache is created for; ``capacity``: the most that the
-    chat can hold, None for no limit; ``counts``: statistics of ended answers; ``cached``: the
-    cache, None before the first answer and after an error; ``lost``: the tokens of a cache that an
-    error lost; ``answer``, ``prompt``: an unfinished answer and its prompt; ``lock``: held while a
-    thread changes the chat.
+    Attributes:
+      length: the number of tokens for which the cache is created.
+      capacity: the maximum number of tokens of the chat; None for no limit.
+      tokenized: the text and the tokens of the turns.
+      counts: statistics of completed answers.
+      cached: the cache; None before the first answer and after an error.
+      lost: the tokens of a cache that was lost by an error.
+      answer, prompt: an unfinished answer and its prompt.
+      lock: a lock that a thread holds while it changes the chat.
     """
 
     lm: LanguageModel
@@ -130,7 +135,7 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all turns."""
+        """The number of tokens of all turns."""
         if self.answer is not None and self.prompt is not None:
             return len(self.prompt.ids) + len(self.answer.tokens)
         cuts = self.tokenized.with_cuts_before(len(self.turns)).cuts
@@ -186,7 +191,7 @@ class Conversation:
     def request(
         self, ids: list[int], cache: CacheChoice, seed: int, settings: dict[str, Any]
     ) -> GenerationRequest:
-        """The checked request for one answer."""
+        """Check the settings, and make the generation request for one answer."""
         for name in settings.keys() - _SETTINGS:
             raise ArgumentError(f"{name!r} is not a setting of a chat's answers", param=name)
         new = as_python(settings["max_new_tokens"])
@@ -211,7 +216,7 @@ class Conversation:
         answer: Answer,
         result: GenerationResult | None,
     ) -> GenerationResult | None:
-        """Record an answer that has ended, and take the cache out of its result, which is None
+        """Record an answer that has ended, and take the cache out of its result. The result is None
         after an error."""
         self.answer = self.prompt = None
         text, tokens, reason, fed = answer.text, answer.tokens, "stopped", len(prompt.ids)

@@ -1,7 +1,7 @@
 """Chats in folders: turns, settings and statistics as JSON, and the cache.
 
-The cache is written first, with the tokens that it holds. So if writing is interrupted, the JSON
-file that is there still matches a prefix of the cache, which can be reused.
+The cache is written first, with its tokens. If writing is interrupted after that, the old JSON file
+still matches a prefix of the new cache, which can be reused.
 """
 
 import json
@@ -36,8 +36,8 @@ def to_json(
     tokenized: TokenizedText,
     counts: Counter[str],
 ) -> Json:
-    """All of a chat but its cache. Of settings that are not JSON data, such as a hook, only the
-    names are written."""
+    """Convert a chat to JSON data, without its cache. A setting that JSON can't represent, such as
+    a hook, is written as its name alone."""
     saved, others = {}, []
     for name, value in settings.items():
         try:
@@ -56,7 +56,7 @@ def to_json(
 def from_json(
     folder: str | Path, data: Json, overrides: Mapping[str, object]
 ) -> tuple[Json, State]:
-    """A chat's settings, with ``overrides``, and its state.
+    """Restore a chat's settings, updated by ``overrides``, and its state.
 
     Raises:
       CheckpointError: if the data does not have the expected form.
@@ -107,10 +107,10 @@ def _number(value: object) -> int | float:
 
 
 def write(folder: str | Path, data: Json, cached: ChatCache | None, lm: LanguageModel) -> None:
-    """Write a chat into a folder that is new, empty, or holds a chat.
+    """Write a chat into a folder that is new, is empty, or contains a chat.
 
     Raises:
-      CheckpointError: if the folder holds something else.
+      CheckpointError: if the folder contains something else.
     """
     folder, model = expand_user(folder), fingerprint(lm)
     ours = {_NAME, _CACHE, _TEMPORARY}
@@ -134,11 +134,11 @@ def write(folder: str | Path, data: Json, cached: ChatCache | None, lm: Language
 def read(
     folder: str | Path, lm: LanguageModel, max_len: int | None
 ) -> tuple[Json, ChatCache | None]:
-    """The JSON data of a chat, and its cache.
+    """Read the JSON data of a chat, and its cache.
 
     Raises:
       CheckpointError: if no chat is found, it belongs to another model, or a file is damaged.
-      ValueError: if the cache holds more than ``max_len`` tokens.
+      ValueError: if the cache has more than ``max_len`` tokens.
     """
     folder = expand_user(folder)
     file = folder / _NAME

@@ -11,8 +11,8 @@ from kvjax.generation.streaming import Stream
 
 @contextmanager
 def deferred_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
-    """Defer Ctrl-C until the work inside is complete. The first one calls ``on_interrupt`` at once,
-    and is raised after the work; a second one is raised at once.
+    """Defer Ctrl-C until the work inside the context is complete. The first Ctrl-C calls
+    ``on_interrupt`` immediately, and is raised after the work. A second one is raised immediately.
 
     Only the main thread receives signals. In other threads, and where the process ignores the
     signal, this does nothing.
@@ -39,16 +39,17 @@ def deferred_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 OnEnd = Callable[["Answer", GenerationResult | None], GenerationResult | None]
-"""What a chat does when an answer ends: it takes the cache out of the result, which is None after
-an error."""
+"""A chat's function that is called when an answer ends. It takes the cache out of the result, which
+is None after an error."""
 
 
 class Answer(Iterator[Piece]):
-    """An answer that is generated while it is iterated over, in pieces as of ``kvjax.stream``.
+    """An answer that is generated while you iterate over it. Its pieces are like those of
+    ``kvjax.stream``.
 
-    ``text``, ``tokens``: the answer up to now. If it is stopped early, by ``close`` or an
-    interrupt, the chat keeps it as it is. The chat also closes an unfinished answer before it does
-    anything else.
+    ``text`` and ``tokens`` are the answer so far. If the answer is stopped early, by ``close`` or
+    an interrupt, the chat keeps this part. Before any other operation, the chat closes an
+    unfinished answer.
     """
 
     def __init__(self, stream: Stream, on_end: OnEnd, lock: AbstractContextManager[bool]) -> None:
@@ -67,8 +68,8 @@ class Answer(Iterator[Piece]):
                 return self._next_piece()
 
     def close(self) -> None:
-        """Stop the answer. Tokens in flight are rewound, or kept if the cache can't rewind them.
-        Nothing happens if it has ended."""
+        """Stop the answer, if it has not ended. Tokens that are being computed are rewound, or kept
+        if the cache can't rewind them."""
         if not self._over:
             self._stream.stop()  # shortens a piece that another thread is waiting for
             with self._lock, deferred_interrupt(lambda: None), suppress(StopIteration):
@@ -77,9 +78,11 @@ class Answer(Iterator[Piece]):
 
     @property
     def result(self) -> GenerationResult:
-        """The result, as of ``kvjax.generate``, without the cache, which the chat keeps.
-        ``stats.prompt_tokens`` counts the whole conversation, ``stats.cached_tokens`` the part that
-        was not prefilled again.
+        """The result, as ``kvjax.generate`` returns it, but without the cache, which the chat
+        keeps.
+
+        ``stats.prompt_tokens`` counts the whole conversation, and ``stats.cached_tokens`` the part
+        of it that was not prefilled again.
 
         Raises:
           RuntimeError: before the end, or if an error ended the answer.

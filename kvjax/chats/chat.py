@@ -28,15 +28,20 @@ from kvjax.policies.presets import PolicyChoice, policy
 
 @dataclass(frozen=True)
 class ChatStats:
-    """Statistics of a chat since its first turn, including those before it was saved.
+    """Statistics of a chat since its first turn, including the time before it was saved and loaded.
 
-    ``turns``: their number; ``dropped_turns``: the oldest ones that the model no longer sees.
-    ``prefill_tokens``: prompt tokens that were computed; ``cached_tokens``: prompt tokens that the
-    cache already had; ``recomputed_tokens``: the part of ``prefill_tokens`` that had been in the
-    cache before, but was lost because the cache could not be rewound; ``new_tokens``: generated
-    tokens. ``prefill_seconds``, ``decode_seconds``, ``compile_seconds``: as in ``GenerationStats``.
-    ``cache_length``: tokens in the cache; ``remaining_tokens``: how many more tokens the chat can
-    hold, None for no limit; ``cache_bytes``: bytes of the cache by memory.
+    Attributes:
+      turns: the number of turns.
+      dropped_turns: the number of oldest turns that the model no longer sees.
+      prefill_tokens: prompt tokens that were computed.
+      cached_tokens: prompt tokens that were already in the cache.
+      recomputed_tokens: the part of ``prefill_tokens`` that had been in the cache before, but was
+        lost because the cache could not be rewound.
+      new_tokens: generated tokens.
+      prefill_seconds, decode_seconds, compile_seconds: as in ``GenerationStats``.
+      cache_length: tokens in the cache.
+      remaining_tokens: how many more tokens fit in the chat; None for no limit.
+      cache_bytes: bytes of the cache, by kind of memory.
 
     Example:
       ```python
@@ -74,14 +79,15 @@ _COUNTED = (
 class Chat:
     """A conversation of many turns on one cache.
 
-    In each turn the whole conversation is rendered and compared with the tokens that the cache
-    holds. The cache is rewound to their longest common prefix, and only the rest is prefilled. The
-    tokens of earlier answers stay as they were sampled; their text is not encoded again. Rings,
-    quantized caches and caches on the host can only be rewound over their newest tokens; beyond
-    that the conversation is prefilled from its start, and ``stats.recomputed_tokens`` counts these
-    tokens.
+    In each turn the whole conversation is rendered and compared with the tokens in the cache. The
+    cache is rewound to their longest common prefix, and only the rest is prefilled. The tokens of
+    earlier answers stay as they were sampled; their text is not tokenized again.
 
-    ``settings``: the settings of each answer, by name. They may be changed between turns.
+    Rings, quantized caches and caches on the host can only be rewound over their newest tokens. If
+    that is not enough, the conversation is prefilled from its start, and
+    ``stats.recomputed_tokens`` counts these tokens.
+
+    ``settings`` has the settings of each answer, by name. You may change them between turns.
 
     Example:
       ```python
@@ -114,21 +120,23 @@ class Chat:
         Args:
           lm: a model from ``kvjax.models.load``.
           system: the system prompt.
-          template: Jinja text of a chat template, by default the checkpoint's. ``"plain"``, the
-            default without one, is for base models that continue texts: it puts an empty line after
-            the system prompt and after each answer, and each user text directly before its answer.
+          template: Jinja text of a chat template; by default the checkpoint's template. ``"plain"``
+            is for base models that continue texts, and the default if the checkpoint has no
+            template. It puts an empty line after the system prompt and after each answer, and each
+            user text directly before its answer.
           template_options: further variables of the template, such as ``enable_thinking``.
           cache: a policy, its name, or a list with one for each layer.
-          max_len: the most tokens that the chat can hold; by default the length of the model's
-            training sequences, at most 4,096. Rings have no limit.
-          on_full: what happens when the chat is full. ``"stop"``: the text is rejected. ``"drop"``:
-            the model no longer sees the oldest turns, except the system prompt, until half of the
-            capacity is free; the rest is prefilled again.
-          max_new_tokens: the most tokens of an answer.
+          max_len: the maximum number of tokens of the chat. By default it is the length of the
+            model's training sequences, but at most 4,096. Rings have no limit.
+          on_full: what happens when the chat is full. ``"stop"`` rejects the text. ``"drop"`` hides
+            the oldest turns from the model, but not the system prompt, until half of the capacity
+            is free. The remaining turns are prefilled again.
+          max_new_tokens: the maximum number of tokens of an answer.
           stop: strings before which an answer ends.
-          seed: turn ``k``, from 0, samples with ``seed + k``, and each retry with 2**32 more. So a
-            chat that was saved or edited samples the same as one that was not.
-          settings: as for ``generate``. Penalties and hooks see the whole conversation.
+          seed: turn ``k``, counted from 0, samples with the seed ``seed + k``. Each retry adds
+            2**32 to it. So a chat that was saved or edited samples the same tokens as one that was
+            not.
+          settings: settings of ``generate``. Penalties and hooks see the whole conversation.
 
         Raises:
           ValueError: if an argument is out of range, the model has an encoder or no tokenizer, or
@@ -168,7 +176,7 @@ class Chat:
     @classmethod
     @without_mesh_context
     def load(cls, lm: LanguageModel, folder: str | Path, **settings: Any) -> "Chat":
-        """Load a chat that ``save`` wrote. It continues bit for bit.
+        """Load a chat that ``save`` wrote. It continues exactly as if it had not been saved.
 
         Args:
           lm: the same model.
@@ -177,9 +185,9 @@ class Chat:
             and a draft model can't be saved, and must be given again. ``max_len`` may be larger.
 
         Raises:
-          CheckpointError: if the folder holds no chat, or one of another model, or a file is
-            damaged.
-          ValueError: as for ``Chat``; if ``cache`` is given.
+          CheckpointError: if the folder contains no chat, the chat belongs to a different model, or
+            a file is damaged.
+          ValueError: for the same reasons as ``Chat``, or if ``cache`` is given.
         """
         if "cache" in settings:
             raise ValueError("a saved chat has its cache; kvjax.convert changes its policy")
@@ -197,7 +205,7 @@ class Chat:
         """Write the chat into a folder: its turns, settings and cache.
 
         Raises:
-          CheckpointError: if the folder holds something other than a chat.
+          CheckpointError: if the folder contains something other than a chat.
         """
         self.close()
         conversation = self._conversation
@@ -222,13 +230,13 @@ class Chat:
             return self._ask(len(self._conversation.turns), text, 0)
 
     def edit(self, turn: int, text: str) -> Answer:
-        """Send another text instead of ``turns[turn]``, and forget the turns after it. Raises
-        errors as ``send`` does."""
+        """Send ``text`` instead of the message of ``turns[turn]``, and remove the turns after it.
+        Raises the same errors as ``send``."""
         return self._ask(self._turn_index(turn), text, 0)
 
     def retry(self) -> Answer:
-        """Answer the last turn again, with another seed. Without sampling (``temperature=0``) the
-        answer is the same."""
+        """Answer the last turn again, with a different seed. Without sampling (``temperature=0``)
+        the answer is the same."""
         number = self._turn_index(-1)
         turn = self._conversation.turns[number]
         return self._ask(number, turn.user, turn.attempt + 1)
@@ -245,7 +253,7 @@ class Chat:
             return self._conversation.turns.pop()
 
     def close(self) -> None:
-        """Stop an unfinished answer. The chat keeps what has been generated."""
+        """Stop an unfinished answer. The chat keeps the part that was generated."""
         self._conversation.close()
 
     @property
@@ -259,7 +267,7 @@ class Chat:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All turns, the oldest first."""
+        """All turns, oldest first."""
         turns, answer = self._conversation.turns, self._conversation.answer
         if answer is None:
             return tuple(turns)
@@ -277,7 +285,7 @@ class Chat:
 
     @property
     def stats(self) -> ChatStats:
-        """Statistics. An unfinished answer is counted at its end."""
+        """Statistics of the chat. An answer is counted when it ends."""
         conversation = self._conversation
         turns, cached = conversation.turns, conversation.cached
         remaining = None
@@ -306,7 +314,8 @@ class Chat:
             )
 
     def _turn_index(self, turn: int) -> int:
-        """Check the index of a turn, which may count from the end."""
+        """Check the index of a turn, and return it counted from 0. Negative indices count from the
+        end."""
         count, turn = len(self._conversation.turns), as_python(turn)
         if isinstance(turn, bool) or not isinstance(turn, int) or not -count <= turn < count:
             raise ValueError(

@@ -1,6 +1,6 @@
 """A conversation as text and tokens.
 
-The tokens that the model sampled are kept: a tokenizer may split the same text differently, and
+The tokens that the model sampled are kept. A tokenizer may split the same text differently, and
 then the cache could not be reused.
 """
 
@@ -20,12 +20,15 @@ ON_FULL = ("stop", "drop")
 class Turn:
     """A message and its answer.
 
-    ``user``, ``answer``: their texts; a partial answer while it is generated. ``tokens``: the
-    answer's, as they were sampled. ``finish_reason``: why it ended, as in
-    ``GenerationStats.finish_reasons``; ``"stopped"`` if it was stopped early or by an error; None
-    while it is generated. ``attempt``: the number of earlier answers to the same message; it
-    changes the seed. ``first``: the index of the oldest turn that the model saw for this answer;
-    older turns were dropped.
+    Attributes:
+      user: the text of the message.
+      answer: the text of the answer. It is partial while the answer is generated.
+      tokens: the tokens of the answer, as they were sampled.
+      finish_reason: why the answer ended, as in ``GenerationStats.finish_reasons``; ``"stopped"``
+        if it was stopped early or by an error; None while it is generated.
+      attempt: the number of earlier answers to the same message, which changes the seed.
+      first: the index of the oldest turn that the model saw for this answer. Older turns were
+        dropped.
 
     Example:
       ```python
@@ -47,7 +50,8 @@ Message = Mapping[str, str]
 
 
 def messages_of(system: str | None, turns: Sequence[Turn], user: str) -> list[Message]:
-    """A conversation that ends with a message to answer, as chat templates take it."""
+    """Convert a conversation that ends with the message ``user`` to the messages that chat
+    templates expect."""
     messages = [] if system is None else [{"role": "system", "content": system}]
     for turn in turns:
         messages.append({"role": "user", "content": turn.user})
@@ -56,14 +60,15 @@ def messages_of(system: str | None, turns: Sequence[Turn], user: str) -> list[Me
 
 
 class Rendering:
-    """Renders messages to text and tokens, by a chat template or plainly.
+    """Renders messages to text and tokens, with a chat template or plainly.
 
-    ``plain``: the system prompt and each answer are followed by an empty line, and each user text
-    by its answer directly, for base models that continue a text.
+    ``plain`` says that there is no template, for base models that continue a text: an empty line
+    follows the system prompt and each answer, and each answer directly follows the user's text.
     """
 
     def __init__(self, tokenizer: Any, template: str | None, options: Mapping[str, object]) -> None:
-        """If ``template`` is None, use the checkpoint's template if it has one, else plain text.
+        """Create a rendering. If ``template`` is None, it uses the checkpoint's template if there
+        is one, otherwise plain text.
 
         Raises:
           ValueError: if the tokenizer is missing or can't render templates, or an argument has
@@ -92,7 +97,8 @@ class Rendering:
         self._tokenizer, self._template, self._options = tokenizer, template, dict(options)
 
     def text(self, messages: Sequence[Message]) -> str:
-        """The text up to the point where the answer begins. Templates may raise errors."""
+        """Render messages to the text up to the point where the answer begins. Templates may raise
+        errors."""
         if self.plain:
             ends = ("" if message["role"] == "user" else "\n\n" for message in messages)
             both = zip(messages, ends, strict=True)
@@ -101,11 +107,11 @@ class Rendering:
         return self._tokenizer.render(messages, **template, **self._options)
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """The tokens of a text that begins a conversation or continues one. Templates write special
-        tokens themselves."""
+        """Tokenize a text that begins a conversation (``begins``) or continues one. Templates write
+        special tokens themselves."""
         if begins:
             return self._tokenizer.encode(text, add_special_tokens=self.plain)
-        # Some tokenizers put a space before their input. After another character they don't.
+        # Some tokenizers put a space before their input, but not before a character inside it.
         other = "\n" if text[0].isalnum() else "a"
         before, both = (
             self._tokenizer.encode(part, add_special_tokens=False) for part in (other, other + text)
@@ -115,39 +121,42 @@ class Rendering:
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def length(self, before: Sequence[int], tokens: Sequence[int], answer: str) -> int | None:
-        """The number of characters of ``answer`` that ``tokens`` decode to, or None if they decode
-        to another text. If the last character is incomplete, it is not counted."""
+        """Return the number of characters of ``answer`` to which ``tokens`` decode. An incomplete
+        last character is not counted. Returns None if the tokens decode to a different text."""
         stream = self._tokenizer.stream(before)
         decoded = "".join(map(stream.push, tokens)) + stream.finish()
         return len(decoded) if answer.startswith(decoded) else None
 
 
 Encode = Callable[[str, bool], list[int]]
-"""``(text, begins)``, as ``Rendering.encode``."""
+"""A function ``(text, begins)`` like ``Rendering.encode``."""
 
 
 @dataclass(frozen=True)
 class TokenizedText:
-    """A text, its tokens ``ids``, and ``cuts``, the places after answers where both can be cut: for
-    each, the number of the turn, and the numbers of characters and tokens before the cut."""
+    """A text and its tokens ``ids``.
+
+    ``cuts`` lists the places after answers where both can be cut. Each entry has the index of the
+    turn, the number of characters before the cut, and the number of tokens before it.
+    """
 
     text: str = ""
     ids: tuple[int, ...] = ()
     cuts: tuple[tuple[int, int, int], ...] = ()
 
     def with_cuts_before(self, turn: int) -> "TokenizedText":
-        """This text, with only the cuts before a turn."""
+        """Return this text with only the cuts before a turn."""
         cuts = tuple(cut for cut in self.cuts if cut[0] < turn)
         return TokenizedText(self.text, self.ids, cuts)
 
     def with_common_cuts(self, text: str) -> "TokenizedText":
-        """This text, with only the cuts up to which another text is identical."""
+        """Return this text with only those cuts before which ``text`` is identical."""
         cuts = tuple(cut for cut in self.cuts if text.startswith(self.text[: cut[1]]))
         return TokenizedText(self.text, self.ids, cuts)
 
     def tokenize(self, text: str, encode: Encode) -> list[int]:
-        """The tokens of another text: the known tokens up to the last cut, then the encoded
-        rest."""
+        """Tokenize ``text``. Up to the last common cut the known tokens are used, and only the rest
+        is encoded."""
         cuts = self.with_common_cuts(text).cuts
         if not cuts:
             return encode(text, True)
@@ -158,22 +167,25 @@ class TokenizedText:
     def with_answer(
         self, turn: int, text: str, ids: Sequence[int], answer: str, tokens: Sequence[int]
     ) -> "TokenizedText":
-        """A prompt's text and tokens, followed by a turn's answer and its tokens."""
+        """Return the text ``text`` and tokens ``ids`` of a prompt, followed by a turn's answer and
+        its tokens."""
         cuts = self.with_common_cuts(text).cuts
         text, ids = text + answer, (*ids, *tokens)
         return TokenizedText(text, ids, (*cuts, (turn, len(text), len(ids))))
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the longest common prefix of two token sequences."""
+    """Return the length of the longest common prefix of two token sequences."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """A conversation up to the point where an answer begins: its text, its tokens ``ids``, and the
-    first turn in it."""
+    """A conversation up to the point where an answer begins.
+
+    It has the text, the tokens ``ids``, and the index ``first`` of the first turn that it contains.
+    """
 
     text: str
     ids: list[int]
@@ -191,19 +203,19 @@ def fit_prompt(
     new: int,
     drop: bool,
 ) -> ChatPrompt:
-    """The prompt for an answer to ``user`` after ``turns``.
+    """Make the prompt for an answer to ``user`` after ``turns``.
 
     Args:
-      rendering: renders it.
-      tokenized: text with known tokens.
+      rendering: renders the prompt.
+      tokenized: earlier text whose tokens are known.
       system: the system prompt.
       turns: earlier turns.
       user: the message to answer.
-      capacity: tokens that the chat can hold, None for no limit.
-      new: the most tokens of the answer.
-      drop: whether to drop the oldest turns if fewer than ``new`` tokens, or a quarter of the
-        capacity, are left. Then turns are dropped until half of the capacity is free, because the
-        remaining ones have to be prefilled again, which should be rare.
+      capacity: the maximum number of tokens of the chat; None for no limit.
+      new: the maximum number of tokens of the answer.
+      drop: whether to drop the oldest turns if less space is left than ``new`` tokens, or than a
+        quarter of the capacity if that is less. Turns are then dropped until half of the capacity
+        is free. The remaining turns must be prefilled again, so this should be rare.
 
     Raises:
       ValueError: if the chat is too full for an answer.

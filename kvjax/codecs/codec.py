@@ -1,4 +1,5 @@
-"""The codec protocol, products with decoded keys and values, and the codec of unchanged numbers."""
+"""The codec protocol, products with decoded keys and values, and the codec that stores raw
+numbers."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -15,16 +16,16 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.core.target import current_target, on_cpu
 
 FEW_ROWS = 64
-"""With fewer query rows, a CPU multiplies float32 keys faster as the left operand."""
+"""With fewer query rows than this, a CPU multiplies float32 keys faster as the left operand."""
 SINGLE_ROWS = 4
-"""Up to this many query rows of a batch of one are multiplied one by one."""
+"""If the batch has one row, up to this number of query rows are multiplied one at a time."""
 SUMMED_ROWS = 16
-"""Up to this many query rows, a GPU multiplies and sums in one fusion, which reads keys and values
-in their stored dtype. Its matrix-product libraries need decoded copies of them."""
+"""Up to this number of query rows, a GPU multiplies and sums in one fusion, which reads keys and
+values in their stored dtype. Its matrix-product libraries would need decoded copies."""
 
 Store = Any
-"""A pytree of arrays [batch, ...] that holds encoded numbers, with units (tokens or blocks of them)
-on axis 2.
+"""Encoded numbers: a pytree of arrays with the batch on axis 0 and units (tokens or blocks of
+tokens) on axis 2.
 
 Example:
   ```python
@@ -38,19 +39,19 @@ Example:
 class Codec(Protocol):
     """How numbers are stored. A codec is a frozen, hashable dataclass with static fields.
 
-    Numbers of a blockwise codec have the shape [batch, kv_heads, blocks, block, head_dim], others
-    [batch, kv_heads, tokens, head_dim]. Each array of the store has the batch on axis 0 and the
-    blocks or tokens on axis 2.
+    Numbers have the shape [batch, kv_heads, blocks, block, head_dim] for a blockwise codec, and
+    [batch, kv_heads, tokens, head_dim] for others. Each array of the store has the batch on axis 0
+    and the blocks or tokens on axis 2.
 
     A subclass inherits ``nbytes``, ``scores``, ``weighted_values``, ``before_rotary`` and
     ``joins_heads``, and defines everything else.
 
     Attributes:
-      dtype: the dtype that ``decode`` returns; None until ``resolve``.
+      dtype: the dtype that ``decode`` returns. It may be None before ``resolve``.
       blockwise: whether the numbers of a block are encoded together, for example under one scale.
         The newest tokens then wait in a raw tail until their block is full.
       before_rotary: whether keys are stored unrotated, and rotated when they are read.
-      joins_heads: whether heads share scales. The axis of heads of these scales then has size 1.
+      joins_heads: whether heads share scales. The head axis of the scales then has size 1.
 
     Example:
       ```python
@@ -60,7 +61,7 @@ class Codec(Protocol):
       ```
     """
 
-    if TYPE_CHECKING:  # as properties they are read-only, so that fields of frozen classes match
+    if TYPE_CHECKING:  # properties are read-only, so that the fields of frozen classes match them
 
         @property
         def dtype(self) -> str | None: ...
@@ -80,11 +81,12 @@ class Codec(Protocol):
 
     @abstractmethod
     def resolve(self, model_dtype: str | None, platform: str) -> "Codec":
-        """Fix the settings that depend on the model's dtype and on the platform."""
+        """Return this codec with the settings that depend on the model's dtype and on the
+        platform."""
 
     @abstractmethod
     def empty(self, shape: tuple[int, ...]) -> Store:
-        """A store of zeros for numbers of ``shape``.
+        """Create a store of zeros for numbers of the shape ``shape``.
 
         Raises:
           ValueError: if the codec can't store numbers of this shape.
@@ -99,37 +101,37 @@ class Codec(Protocol):
         """Decode a store to numbers in ``dtype``."""
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of the store of numbers of ``shape``."""
+        """Return the bytes of a store for numbers of the shape ``shape``."""
         return tree_bytes(jax.eval_shape(lambda: self.empty(shape)))
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Queries [batch, kv_heads, rows, head_dim] times stored keys: float32[batch, kv_heads,
-        rows, tokens]. A codec may compute this without decoding the keys."""
+        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
+        kv_heads, rows, tokens]. A codec may do this without decoding the keys."""
         return plain_scores(queries, self.decode(store))
 
     def weighted_values(self, weights: Array, store: Store) -> Array:
-        """Weights [batch, kv_heads, rows, tokens] times stored values: float32[batch, kv_heads,
-        rows, head_dim]."""
+        """Multiply weights [batch, kv_heads, rows, tokens] and stored values: float32[batch,
+        kv_heads, rows, head_dim]."""
         return plain_weighted_values(weights, self.decode(store))
 
 
 def merge_blocks(x: Array) -> Array:
-    """[batch, kv_heads, blocks, block, head_dim] to [batch, kv_heads, tokens, head_dim]. Numbers
-    without blocks do not change."""
+    """Reshape [batch, kv_heads, blocks, block, head_dim] to [batch, kv_heads, tokens, head_dim].
+    Numbers without an axis of blocks do not change."""
     return x.reshape(*x.shape[:2], -1, x.shape[-1])
 
 
 def product(subscripts: str, a: Array, b: Array) -> Array:
-    """``einsum`` that accumulates in float32."""
+    """Compute an ``einsum`` that accumulates in float32."""
     return jnp.einsum(subscripts, a, b, preferred_element_type=jnp.float32)
 
 
 def plain_scores(queries: Array, keys: Array) -> Array:
-    """``Codec.scores`` for decoded keys.
+    """Multiply queries and decoded keys, as ``Codec.scores`` does for stored keys.
 
     With few queries, a CPU multiplies float32 keys many times faster as the left operand. With very
     few queries and a batch of one, it is faster to multiply the keys with one query at a time. The
-    barriers keep XLA from swapping the operands back.
+    optimization barriers keep XLA from swapping the operands back.
 
     Example:
       ```python
@@ -151,13 +153,13 @@ def plain_scores(queries: Array, keys: Array) -> Array:
 
 
 def plain_weighted_values(weights: Array, values: Array, present: Array | None = None) -> Array:
-    """``Codec.weighted_values`` for decoded values.
+    """Multiply weights and decoded values, as ``Codec.weighted_values`` does for stored values.
 
     Args:
       weights: [batch, kv_heads, rows, tokens].
       values: [batch, kv_heads, tokens, head_dim], with or without an axis of blocks.
-      present: bool, broadcastable to ``values``: which of them hold tokens. The others may be NaN,
-        and their weights must be exactly 0. None: all of them hold tokens.
+      present: bool, broadcastable to ``values``: which values belong to tokens. The others may be
+        NaN, and their weights must be exactly 0. None means all.
 
     Example:
       ```python
@@ -168,9 +170,11 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
     values = merge_blocks(values)
     weights = weights.astype(values.dtype)
     if _sums_products(weights):
-        # Without the barrier the compiler would keep them in float32, twice the bytes.
+        # Without the barrier the compiler would keep the weights in float32, which are twice the
+        # bytes.
         weights = lax.optimization_barrier(weights)[..., None]
-        # Replacing the absent values by zeros would copy all values, so the weights decide.
+        # Replacing absent values by zeros would copy all values, so products with a weight of 0 are
+        # excluded instead.
         where = None if present is None else weights != 0
         return _summed_products(weights, values[:, :, None], 3, where)
     if present is not None:
@@ -179,15 +183,16 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
 
 
 def _sums_products(rows: Array) -> bool:
-    """Whether a GPU multiplies these few rows by ``_summed_products``."""
+    """Whether rows are few enough that a GPU should use ``_summed_products``."""
     return rows.shape[2] <= SUMMED_ROWS and current_target().platform == "gpu"
 
 
 def _summed_products(a: Array, b: Array, axis: int, where: Array | None = None) -> Array:
-    """Products summed along an axis in float32, without the products that ``where`` excludes.
+    """Multiply two arrays and sum along an axis, in float32. Products where ``where`` is False are
+    left out.
 
-    The memory layout of the products is pinned. Otherwise XLA transposes the numbers to sum along
-    the last axis, which copies all of them.
+    The memory layout of the products is fixed. Otherwise XLA would transpose the numbers to sum
+    along the last axis, which copies all of them.
     """
     products = a.astype(jnp.float32) * b.astype(jnp.float32)
     if where is not None:
@@ -197,20 +202,21 @@ def _summed_products(a: Array, b: Array, axis: int, where: Array | None = None) 
 
 
 def long_scores(queries: Array, keys: Array) -> Array:
-    """``plain_scores`` on a CPU, for many keys and few queries."""
+    """Do the work of ``plain_scores`` on a CPU, for many keys and few queries."""
     return _two_rows(plain_scores, queries, keys, queries.dtype)
 
 
 def long_weighted_values(weights: Array, values: Array) -> Array:
-    """``plain_weighted_values`` on a CPU, for many values and few rows of weights."""
+    """Do the work of ``plain_weighted_values`` on a CPU, for many values and few rows of
+    weights."""
     return _two_rows(plain_weighted_values, weights, values, values.dtype)
 
 
 def _two_rows(
     product: Callable[[Array, Array], Array], rows: Array, numbers: Array, dtype: jnp.dtype
 ) -> Array:
-    """A product with at least two rows. For a single row of 16-bit numbers a CPU would widen all
-    ``numbers`` in a copy."""
+    """Compute a product with at least two rows, by padding a single row. For a single row of 16-bit
+    numbers, a CPU would convert all ``numbers`` to float32 in a copy."""
     if rows.shape[2] > 1 or dtype.itemsize >= 4:
         return product(rows, numbers)
     return product(jnp.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0))), numbers)[:, :, :1]
@@ -220,9 +226,9 @@ def _two_rows(
 class Raw(Codec):
     """Store numbers in ``dtype``. This is lossless if the model computes in the same dtype.
 
-    ``dtype``: the name of a floating-point dtype; None is the model's dtype.
-    ``as_bits``: store the bits of 16-bit floats in a ``uint16`` array. Values do not change, and
-    ``decode`` still returns ``dtype``. ``resolve`` sets it on platforms whose compiler would
+    ``dtype`` is the name of a floating-point dtype; None means the model's dtype. With ``as_bits``,
+    the bits of 16-bit floats are stored in a ``uint16`` array. Values do not change, and ``decode``
+    still returns ``dtype``. ``resolve`` sets ``as_bits`` on platforms whose compiler would
     otherwise convert the whole array to float32 at every write.
 
     Example:
@@ -250,7 +256,8 @@ class Raw(Codec):
         object.__setattr__(self, "dtype", dtype.name)
 
     def resolve(self, model_dtype: str | None, platform: str) -> "Raw":
-        """Fix the dtype, and how its bits are stored on ``platform``."""
+        """Return this codec with its dtype, and with the form in which bits are stored on
+        ``platform``."""
         if self.dtype is None and model_dtype is None:
             raise ValueError(
                 'the config has no dtype: name one, such as policy("static", dtype="float32")'
@@ -277,12 +284,13 @@ class Raw(Codec):
 
 
 def _rewrites_16_bit_floats() -> bool:
-    """Whether this JAX's CPU compiler widens a whole 16-bit float array to update a slice."""
+    """Whether the installed JAX's CPU compiler converts a whole 16-bit float array to float32 to
+    update a slice."""
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 
 
 def without_gradient(function: Callable[[Array], Array], reason: str) -> Callable[[Array], Array]:
-    """``function``, but differentiating it raises ``ValueError(reason)``."""
+    """Wrap ``function`` so that differentiating it raises ``ValueError(reason)``."""
     guarded = jax.custom_jvp(function)
 
     @guarded.defjvp

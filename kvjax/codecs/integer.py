@@ -1,8 +1,8 @@
 """Codecs that store integers of 1 to 8 bits with 16-bit scales.
 
-Codes are packed along the tokens of a block, without unused bits. With n codes per byte, the k-th
-code of every byte belongs to the k-th of n subblocks of consecutive tokens. Unpacking is therefore
-a constant shift of whole rows of channels.
+Codes are packed along the tokens of a block, without unused bits. A block is divided into n
+subblocks of consecutive tokens, where n is the number of codes per byte. The k-th code of every
+byte belongs to the k-th subblock. So unpacking shifts whole rows of channels by a constant.
 """
 
 import functools
@@ -22,13 +22,17 @@ from kvjax.core.validation import ArgumentError, as_python
 
 BITS = (1, 2, 3, 4, 8)
 MULTIPLE = 8
-"""The tokens of a block are a multiple of this, so that codes of any width fill whole bytes."""
+"""The number of tokens of a block must be a multiple of this, so that codes of any width fill whole
+bytes."""
 
 
 @exportable_namedtuple
 class Packed(NamedTuple):
-    """A store: packed ``codes`` uint8[batch, kv_heads, blocks, block * bits / 8, head_dim], and the
-    16-bit ``scale`` and zero point (``zero``, or None) of each group."""
+    """The store of an ``Integer``.
+
+    ``codes`` has the packed codes, uint8[batch, kv_heads, blocks, block * bits / 8, head_dim].
+    ``scale`` has the 16-bit scale of each group, and ``zero`` its 16-bit zero point, or None.
+    """
 
     codes: Array
     scale: Array
@@ -39,20 +43,23 @@ class Packed(NamedTuple):
 class Integer(ScaledCodec):
     """Store numbers as integer codes of ``bits`` bits, with a 16-bit scale per group.
 
-    With a zero point, a number is ``zero + scale * code``: asymmetric quantization from the minimum
-    of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without one, a number is
-    ``scale * (code - middle)``: symmetric quantization up to the largest magnitude of the group.
-    With 8 bits, one code means 0, and one code is unused. With fewer bits, 0 lies between two
-    codes, so that all codes are used. Scales are rounded up and zero points down, so the error is
-    at most half a scale. With one bit, the two values are the group's mean plus and minus its mean
-    absolute deviation.
+    With a zero point, a number is ``zero + scale * code``. This is asymmetric quantization from the
+    minimum of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without a zero
+    point, a number is ``scale * (code - middle)``. This is symmetric quantization up to the largest
+    magnitude of the group. With 8 bits, one code means 0, and one code is unused. With fewer bits,
+    0 is halfway between two codes, so that all codes are used. Scales are rounded up and zero
+    points down, so the error is at most half a scale. With one bit, the two values are the group's
+    mean plus and minus its mean absolute deviation; without a zero point, the mean is taken as 0.
 
-    ``bits``: 1, 2, 3, 4 or 8. ``per``: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``.
-    ``group_size``: numbers per scale, along the channels of a token or the tokens of a channel;
-    None is as many as possible, up to 64. See ``Groups``. ``zero_point``: whether groups have a
-    zero point. ``scales``: the codec of scales and zero points, a 16-bit ``Raw``; None is float16
-    if the model computes in float16, otherwise bfloat16, which has the range of float32. ``dtype``:
-    the dtype that ``decode`` returns; None is the model's.
+    Attributes:
+      bits: 1, 2, 3, 4 or 8.
+      per: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``; see ``Groups``.
+      group_size: how many numbers share a scale, along the channels of a token or the tokens of a
+        channel. None means as many as possible, up to 64.
+      zero_point: whether groups have a zero point.
+      scales: the codec of scales and zero points, a 16-bit ``Raw``. None means float16 if the model
+        computes in float16, otherwise bfloat16, which has the range of float32.
+      dtype: the dtype that ``decode`` returns; None means the model's.
 
     Example:
       ```python
@@ -92,8 +99,8 @@ class Integer(ScaledCodec):
         return self.store(x, *self.fit(x))
 
     def fit(self, x: Array) -> tuple[Array, Array]:
-        """Scales and zero points of numbers that are divided into groups, in float32 but rounded to
-        16 bits."""
+        """Compute scales and zero points for numbers that are divided into groups. They are
+        float32, rounded to 16-bit numbers."""
         axes, kind = self.groups.axes(x.ndim), str(self.scale_codec.dtype)
         if self.bits == 1:
             return self._fit_one_bit(x, axes, kind)
@@ -112,7 +119,7 @@ class Integer(ScaledCodec):
         return scale, rounded(middle - scale / 2, kind, up=False) if self.zero_point else -scale / 2
 
     def store(self, x: Array, scale: Array, zero: Array) -> Packed:
-        """Encode numbers that are divided into groups, with the scales and zero points of
+        """Encode numbers that are divided into groups, with the scales and zero points from
         ``fit``."""
         codes = pack(self.groups.join(self.codes(x, scale, zero)).astype(jnp.uint8), self.bits)
         scales, groups = self.scale_codec, self.groups
@@ -120,13 +127,13 @@ class Integer(ScaledCodec):
         return Packed(codes, scales.encode(groups.pack(scale)), packed_zero)
 
     def codes(self, x: Array, scale: Array, zero: Array) -> Array:
-        """The nearest codes, as float32."""
+        """Compute the nearest codes, as float32."""
         step = jnp.where(scale == 0, 1.0, scale)
-        # Never add a product here. XLA may fuse the two into a multiply-add in one program and not
-        # in another, and then a code would depend on how the sequence was divided.
+        # Never add to a product here. XLA may fuse both into a multiply-add in one program but not
+        # in another. Then a code would depend on how the sequence was divided into calls.
         if self.zero_point:
             whole = jnp.round((x - zero) / step)
-        elif self.bits == 8:  # the middle is a code, and the sum must not round a second time
+        elif self.bits == 8:  # ``middle`` is a code, and the sum must not be rounded twice
             whole = jnp.round(x / step) + self.middle
         else:
             whole = jnp.round(x / step + self.middle)
@@ -141,18 +148,19 @@ class Integer(ScaledCodec):
 
     @property
     def _levels(self) -> int:
-        """Steps between the lowest and the highest code."""
+        """The number of steps between the lowest and the highest code."""
         return 2**self.bits - 1 - self._lowest
 
     @property
     def _lowest(self) -> int:
-        """The lowest code. With 8 bits and no zero point it is 1, so that the codes are symmetric
-        about one of them."""
+        """The lowest code. With 8 bits and no zero point it is 1, so that codes are symmetric about
+        ``middle``."""
         return 1 if self.bits == 8 and not self.zero_point else 0
 
     @property
     def middle(self) -> float:
-        """The code of 0 in symmetric quantization."""
+        """The code of the number 0 in symmetric quantization. It may be halfway between two
+        codes."""
         return self._lowest + self._levels / 2
 
 
@@ -219,7 +227,8 @@ Example:
 
 
 def pack(codes: Array, bits: int) -> Array:
-    """Pack codes below ``2 ** bits``: uint8[..., block, n] to uint8[..., block * bits / 8, n]."""
+    """Pack codes below ``2 ** bits``, uint8[..., block, n], into uint8[..., block * bits / 8,
+    n]."""
     if bits == 8:
         return codes
     if bits == 3:

@@ -1,4 +1,4 @@
-"""Quantization of arrays outside of a cache, and the codecs of presets."""
+"""Quantization of arrays outside of a cache, and the codecs that presets use."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +15,8 @@ from kvjax.core.validation import ArgumentError, as_int
 class Quantized:
     """Quantized keys or values [batch, kv_heads, tokens, head_dim].
 
-    ``store``: a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``codec``: how
-    the store is decoded. ``tokens``: the number of tokens, without the padding of the last block.
+    ``store`` is a pytree of arrays with the batch on axis 0 and the blocks on axis 2. ``codec``
+    decodes the store. ``tokens`` is the number of tokens, without the padding of the last block.
 
     Example:
       ```python
@@ -32,7 +32,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the store, including the padding of the last block."""
+        """The size of the store in bytes, including the padding of the last block."""
         return tree_bytes(self.store)
 
 
@@ -46,13 +46,14 @@ def quantize_kv(
 ) -> tuple[Quantized, Quantized]:
     """Quantize keys and values outside of a cache.
 
-    ``quantize_kv(k, v, Int8(per="tensor"), block=None)`` is absmax int8 with one scale per row.
+    For example, ``quantize_kv(k, v, Int8(per="tensor"), block=None)`` is absmax int8 quantization
+    with one scale per row.
 
     Args:
       keys, values: [batch, kv_heads, tokens, head_dim].
       codec: the codec of the keys, and of the values unless ``value_codec`` is given.
       value_codec: the codec of the values.
-      block: tokens per block, a multiple of 8; None is one block of all tokens.
+      block: the number of tokens per block, a multiple of 8. None means one block of all tokens.
 
     Returns:
       The quantized keys and values, for ``dequantize_kv``.
@@ -72,8 +73,8 @@ def quantize_kv(
 
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
-    """Undo ``quantize_kv``: keys and values [batch, kv_heads, tokens, head_dim] in the dtype of the
-    codec.
+    """Undo ``quantize_kv``. Returns keys and values [batch, kv_heads, tokens, head_dim] in the
+    dtype of the codec.
 
     Example:
       ```python
@@ -100,8 +101,8 @@ def _quantize(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized
             f"block={block} must be a multiple of {MULTIPLE}, for packed codes", param="block"
         )
     size = -(-size // MULTIPLE) * MULTIPLE
-    # The last block is padded by repeating its own tokens. That does not change the minimum and the
-    # maximum of a group, and hardly its mean.
+    # The padding of the last block repeats its own tokens. This does not change the minimum and the
+    # maximum of a group, and hardly changes its mean.
     at = np.arange(-(-tokens // size) * size)
     last = (tokens - 1) // size * size
     x = x[:, :, np.where(at < tokens, at, last + (at - last) % (tokens - last))]
@@ -114,20 +115,21 @@ def _quantize(numbers: KeysValues, codec: Codec, block: int | None) -> Quantized
 def quantized_codec(
     bits: int | None, kind: str, *, group_size: int | None = None, dtype: str | None = None
 ) -> Codec:
-    """The codec that ``policy`` uses for a number of bits: one of the best simple codecs in our
-    measurements (docs/quantization.md).
+    """Return the codec that ``policy`` uses for a number of bits. It is among the best simple
+    codecs in our measurements (docs/quantization.md).
 
-    With 8 bits, symmetric quantization per token. With fewer, asymmetric quantization of keys per
-    channel and of values per token, as in KIVI (Liu et al., arXiv:2402.02750).
+    With 8 bits it is symmetric quantization per token. With fewer bits it is asymmetric
+    quantization, of keys per channel and of values per token, as in KIVI (Liu et al.,
+    arXiv:2402.02750).
 
     Args:
-      bits: 1, 2, 3, 4 or 8; None and 16 do not quantize.
+      bits: 1, 2, 3, 4 or 8. With None or 16, numbers are not quantized.
       kind: ``"keys"`` or ``"values"``.
-      group_size: numbers per scale.
+      group_size: how many numbers share a scale.
       dtype: the dtype to decode to; by default the model's.
 
     Raises:
-      ValueError: if no codec has that many bits.
+      ValueError: if no codec has this number of bits.
 
     Example:
       ```python

@@ -15,16 +15,17 @@ from kvjax.core.validation import ArgumentError, as_int
 
 PER = ("token", "channel", "head", "tensor")
 DEFAULT_GROUP = 64
-"""The largest group size that is chosen by default."""
+"""The maximum group size that is chosen by default."""
 
 
 @dataclass(frozen=True)
 class Groups:
     """Which numbers of a block [block, head_dim] share a scale.
 
-    ``per``: ``"token"``: ``size`` channels of one token. ``"channel"``: ``size`` tokens of one
-    channel. ``"head"``: all numbers of a head. ``"tensor"``: all numbers of all heads of a row.
-    ``size``: numbers in a group; None is as many as possible, up to 64.
+    With ``per="token"``, a group is ``size`` channels of one token. With ``"channel"``, it is
+    ``size`` tokens of one channel. With ``"head"``, it is all numbers of a head, and with
+    ``"tensor"`` all numbers of all heads of a row. ``size`` is the number of numbers in a group;
+    None means as many as possible, up to 64.
     """
 
     per: str
@@ -41,7 +42,7 @@ class Groups:
                 )
 
     def sizes(self, block: int, head_dim: int) -> tuple[int, int]:
-        """Tokens and channels of a group.
+        """Return the numbers of tokens and of channels of a group.
 
         Raises:
           ValueError: if the group size does not divide the block or head_dim.
@@ -58,7 +59,7 @@ class Groups:
 
     def split(self, x: Array) -> Array:
         """Reshape [..., block, head_dim] to [..., groups of tokens, tokens, groups of channels,
-        channels]. A scale has length 1 on axes -3 and -1."""
+        channels]. Scales of split numbers have length 1 on axes -3 and -1."""
         block, head_dim = x.shape[-2:]
         tokens, channels = self.sizes(block, head_dim)
         return x.reshape(*x.shape[:-2], block // tokens, tokens, head_dim // channels, channels)
@@ -69,18 +70,18 @@ class Groups:
         return x.reshape(*x.shape[:-4], a * b, c * d)
 
     def axes(self, ndim: int) -> tuple[int, ...]:
-        """The axes of split numbers that share a scale."""
+        """Return the axes of split numbers along which numbers share a scale."""
         heads = (1,) if self.per == "tensor" else ()
         return (*heads, ndim - 3, ndim - 1)
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the stored scales of blocks of ``shape``."""
+        """Return the shape of the stored scales for blocks of the shape ``shape``."""
         tokens, channels = self.sizes(*shape[-2:])
         heads = 1 if self.per == "tensor" else shape[1]
         return (shape[0], heads, *shape[2:-2], shape[-2] // tokens, shape[-1] // channels)
 
     def pack(self, scale: Array) -> Array:
-        """The scale of split numbers, without the axes of length 1."""
+        """Remove the axes of length 1 from the scales of split numbers."""
         return scale.reshape(*scale.shape[:-4], scale.shape[-4], scale.shape[-2])
 
     def unpack(self, scale: Array) -> Array:
@@ -89,8 +90,10 @@ class Groups:
 
 
 class ScaledCodec(Codec):
-    """A codec of blocks in which each group of numbers has a 16-bit scale. Abstract: subclasses
-    have the fields, and decode a store to float32."""
+    """A blockwise codec with a 16-bit scale for each group of numbers.
+
+    The class is abstract. Subclasses define the fields, and decode a store to float32.
+    """
 
     per: str
     group_size: int | None
@@ -136,7 +139,7 @@ class ScaledCodec(Codec):
         return plain_scores(queries, self.to_float32(store))
 
     def decode_scale(self, scale: Array) -> Array:
-        """Stored scales or zero points in float32, in a shape that broadcasts to split numbers."""
+        """Decode scales or zero points to float32, in a shape that broadcasts to split numbers."""
         return self.groups.unpack(self.scale_codec.decode(scale).astype(jnp.float32))
 
 
@@ -145,7 +148,7 @@ undifferentiable = without_gradient(
     "a quantized cache has no gradient, because its codes are integers: use a raw cache to "
     "differentiate",
 )
-"""Returns ``x``; differentiating it raises ``ValueError``."""
+"""Return ``x`` unchanged. Differentiating this function raises ``ValueError``."""
 
 
 def in_range(x: Array, dtype: str | None) -> Array:
@@ -160,23 +163,23 @@ def in_range(x: Array, dtype: str | None) -> Array:
 def with_dtypes(
     dtype: str | None, scales: Raw | None, model_dtype: str | None, platform: str
 ) -> tuple[str | None, Raw]:
-    """The dtype to decode to, and the codec of scales: float16 if numbers are float16, otherwise
-    bfloat16, which has the range of float32."""
+    """Return the dtype to which numbers are decoded, and the codec of scales. By default scales are
+    float16 if numbers are float16, otherwise bfloat16, which has the range of float32."""
     fixed = Raw(dtype).resolve(model_dtype, platform).dtype
     usual = "float16" if fixed == "float16" else "bfloat16"
     return fixed, (scales or Raw()).resolve(usual, platform)
 
 
 def rounded(x: Array, dtype: str, *, up: bool) -> Array:
-    """Round float32 numbers to a 16-bit ``dtype``: to the nearest one that is not below ``x`` if
-    ``up``, otherwise to the nearest one that is not above. Numbers out of range are clipped."""
+    """Round float32 numbers to a 16-bit ``dtype``, up if ``up`` is True, otherwise down. The
+    results stay float32. Numbers out of range are clipped."""
     kind = jnp.dtype(dtype)
     largest = float(jnp.finfo(kind).max)
     x = jnp.clip(x, -largest, largest)
     near = x.astype(kind)
     wide = near.astype(jnp.float32)
     bits = lax.bitcast_convert_type(near, jnp.uint16)
-    # Adding 1 to the bits moves away from zero, for either sign.
+    # Adding 1 to the bits of a float moves it away from zero, for either sign.
     wrong = (wide < x) if up else (wide > x)
     away = (x > 0) if up else (x < 0)
     beyond = lax.bitcast_convert_type(bits + jnp.uint16(1), kind).astype(jnp.float32)
@@ -186,29 +189,29 @@ def rounded(x: Array, dtype: str, *, up: bool) -> Array:
 
 
 def mean(x: Array, axes: tuple[int, ...]) -> Array:
-    """The mean over ``axes``, which are kept. The sum can't overflow, because the numbers are first
-    divided by a power of two, which is exact."""
+    """Compute the mean over ``axes``, which stay as axes of length 1. The sum can't overflow,
+    because the numbers are first divided by a power of two, which is exact."""
     count = math.prod(x.shape[axis] for axis in axes)
     shrink = 2.0 ** -(count - 1).bit_length()
     return jnp.sum(x * shrink, axes, keepdims=True) / (count * shrink)
 
 
 def finite(x: Array) -> Array:
-    """float32 numbers clipped to a quarter of its range, so that their differences are finite. NaN
-    becomes 0."""
+    """Convert numbers to float32, clip them to a quarter of its range, and replace NaN by 0. So
+    their differences are finite."""
     x, largest = x.astype(jnp.float32), float(jnp.finfo(jnp.float32).max) / 4
     return jnp.where(jnp.isnan(x), 0.0, jnp.clip(x, -largest, largest))
 
 
 KINDS = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}
 FIELDS = {"e4m3": (3, 7), "e5m2": (2, 15)}
-"""Fraction bits and exponent bias of 8-bit floats."""
+"""The number of fraction bits, and the exponent bias, of each kind of 8-bit float."""
 
 
 @exportable_namedtuple
 class Scaled(NamedTuple):
-    """A store: ``bits`` uint8 in the shape of the numbers, and the 16-bit ``scale`` of each
-    group."""
+    """The store of a ``Float8``: ``bits``, uint8 in the shape of the numbers, and the 16-bit
+    ``scale`` of each group."""
 
     bits: Array
     scale: Array
@@ -216,14 +219,15 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True)
 class Float8(ScaledCodec):
-    """Store numbers as 8-bit floats times a 16-bit scale per group (Micikevicius et al.,
+    """Store numbers as 8-bit floats, multiplied by a 16-bit scale per group (Micikevicius et al.,
     arXiv:2209.05433). Small numbers of a group keep their relative precision.
 
     A scale maps the largest magnitude of a group to the largest 8-bit float. Every block computes
     its own scales.
 
-    ``kind``: ``"e4m3"`` (relative error up to 1/16) or ``"e5m2"`` (up to 1/8, with a wider range).
-    ``per``, ``group_size``: see ``Groups``. ``scales``, ``dtype``: as in ``Integer``.
+    ``kind`` is ``"e4m3"`` (relative error up to 1/16) or ``"e5m2"`` (up to 1/8, with a wider
+    range). ``per`` and ``group_size`` are described in ``Groups``, ``scales`` and ``dtype`` in
+    ``Integer``.
 
     Example:
       ```python

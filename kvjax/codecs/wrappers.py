@@ -16,7 +16,8 @@ from kvjax.core.pytree import exportable_namedtuple
 
 @dataclass(frozen=True)
 class CodecWrapper(Codec):
-    """A codec that changes one step of ``codec`` and delegates the rest. Abstract."""
+    """A codec that changes one step of ``codec`` and delegates the others. The class is
+    abstract."""
 
     codec: Any
 
@@ -58,22 +59,23 @@ class CodecWrapper(Codec):
 
 
 NORM = 0.7
-"""The exponent of the error norm. Below 1 it gives little weight to outliers."""
+"""The exponent of the error norm. An exponent below 1 gives little weight to outliers."""
 FIRST_WEIGHT, GROWTH = 10.0, 1.01
-"""The initial weight of the penalty on the split error (beta in HQQ), and its growth per step."""
+"""The initial weight of the penalty on the split error (beta in HQQ), and the factor by which it
+grows per step."""
 
 
 @dataclass(frozen=True)
 class HalfQuadratic(CodecWrapper):
-    """Optimize the zero points of an ``Integer`` for the smallest error in a norm that tolerates
-    outliers, by half-quadratic splitting (HQQ, Badri and Shaji, 2023,
-    https://mobiusml.github.io/hqq_blog/).
+    """Optimize the zero points of an ``Integer`` codec by half-quadratic splitting (HQQ, Badri and
+    Shaji, 2023, https://mobiusml.github.io/hqq_blog/).
 
-    Each step shrinks the current error (a proximal step), and sets the zero point of a group to the
-    mean of the remainder. The scales do not change. A group keeps its original zero point if the
-    search does not reduce its error.
+    The zero points minimize the error in a norm that gives little weight to outliers. Each step
+    shrinks the current error (a proximal step), and sets the zero point of a group to the mean of
+    the remainder. The scales do not change. A group keeps its original zero point if the search
+    does not reduce its error.
 
-    ``steps``: the number of steps.
+    ``steps`` is the number of steps.
 
     Example:
       ```python
@@ -112,7 +114,8 @@ class HalfQuadratic(CodecWrapper):
 
 
 def _shrink(x: Array, weight: Array) -> Array:
-    """The proximal operator of the norm: moves ``x`` toward 0, and small numbers to 0."""
+    """Apply the proximal operator of the norm, which moves ``x`` toward 0, and small numbers to
+    0."""
     size = jnp.abs(x)
     pull = jnp.where(size > 0, size, 1.0) ** (NORM - 1) / weight
     return jnp.sign(x) * jnp.maximum(size - pull, 0.0)
@@ -128,7 +131,7 @@ class Rotated(CodecWrapper):
     the transform applies to runs of channels whose length is the largest power of two that divides
     it.
 
-    ``seed``: the seed of the random signs.
+    ``seed`` is the seed of the transform's random signs.
 
     Example:
       ```python
@@ -153,15 +156,15 @@ class Rotated(CodecWrapper):
         return in_range(restored, self.dtype).astype(numbers.dtype)
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Transformed queries times the keys as stored."""
+        """Multiply transformed queries and the stored (transformed) keys."""
         return self.codec.scores(self.transform(queries), store)
 
     def weighted_values(self, weights: Array, store: Store) -> Array:
-        """The inverse transform of the weighted values as stored."""
+        """Weight the stored (transformed) values, and apply the inverse transform to the result."""
         return self.inverse_transform(self.codec.weighted_values(weights, store))
 
     def transform(self, queries: Array) -> Array:
-        """Queries [..., head_dim], transformed to be multiplied with stored keys."""
+        """Transform queries [..., head_dim], so that they can be multiplied with stored keys."""
         return _times(queries, self._matrices(queries.shape[-1])[0])
 
     def inverse_transform(self, x: Array) -> Array:
@@ -169,10 +172,10 @@ class Rotated(CodecWrapper):
         return _times(x, self._matrices(x.shape[-1])[1])
 
     def _transform_exactly(self, x: Array) -> Array:
-        """The transform by a fast Walsh-Hadamard butterfly of sums and differences.
+        """Apply the transform as a fast Walsh-Hadamard butterfly of sums and differences.
 
-        Its rounding does not depend on how many blocks are encoded together. It scales by a power
-        of two, and the matrices correct for that.
+        So rounding does not depend on how many blocks are encoded together. The result is scaled by
+        a power of two, which ``_matrices`` corrects.
         """
         signs, size, power = _settings(x.shape[-1], self.seed)
         shape, x = x.shape, x * signs.reshape(*[1] * (x.ndim - 1), -1)
@@ -184,7 +187,7 @@ class Rotated(CodecWrapper):
         return x.reshape(shape) * 2.0**-power
 
     def _matrices(self, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-        """The matrices [head_dim, head_dim] that multiply queries, and stored numbers."""
+        """Return two matrices [head_dim, head_dim]: one for queries, and one for stored numbers."""
         signs, size, power = _settings(head_dim, self.seed)
         hadamard = np.ones((1, 1), np.float32)
         for _ in range(size.bit_length() - 1):
@@ -200,8 +203,8 @@ def _times(x: Array, matrix: np.ndarray) -> Array:
 
 @functools.cache
 def _settings(head_dim: int, seed: int) -> tuple[np.ndarray, int, int]:
-    """The signs float32[head_dim], the number of channels that are transformed together, and the
-    exponent of the scale."""
+    """Return the signs (float32[head_dim]), the number of channels that are transformed together,
+    and the exponent of the scale."""
     signs = np.random.default_rng(seed).choice(np.array([-1, 1], np.float32), head_dim)
     size = head_dim & -head_dim
     return signs, size, (size.bit_length() - 1) // 2
@@ -211,8 +214,8 @@ def _settings(head_dim: int, seed: int) -> tuple[np.ndarray, int, int]:
 class Unrotated(CodecWrapper):
     """Store keys before the rotary embedding is applied (KVQuant, Hooper et al., arXiv:2401.18079).
 
-    Before rotation the values of a channel lie closer together, and a bias is constant. Attention
-    rotates the keys to their positions each time it reads a block.
+    Before rotation, the numbers of a channel are closer together, and a bias of the key projection
+    is constant. Attention rotates the keys to their positions each time it reads a block.
 
     Use it for keys. Values have no positions, so they are stored as ``codec`` stores them.
 
@@ -225,16 +228,17 @@ class Unrotated(CodecWrapper):
 
     @property
     def before_rotary(self) -> bool:
-        """Always true: ``encode`` receives unrotated keys."""
+        """Always True, because ``encode`` receives unrotated keys."""
         return True
 
-    # Stored keys must be decoded and rotated first, so the products of ``codec`` do not apply.
+    # Stored keys must be decoded and rotated before the product, so ``codec.scores`` can't be used.
     scores = Codec.scores
 
 
 @exportable_namedtuple
 class CenteredStore(NamedTuple):
-    """A store: the 16-bit ``mean`` of each channel over a block's tokens, and the ``rest``."""
+    """The store of a ``Centered``: the 16-bit ``mean`` of each channel over a block's tokens, and
+    ``rest``, the encoded deviations from the mean."""
 
     mean: Array
     rest: Store
@@ -242,12 +246,12 @@ class CenteredStore(NamedTuple):
 
 @dataclass(frozen=True)
 class Centered(CodecWrapper):
-    """Store the mean of each channel over a block in 16 bits, and the deviations with ``codec``,
-    similar to how SageAttention smooths keys (Zhang et al., arXiv:2410.02367).
+    """Store the mean of each channel over a block in 16 bits, and the deviations from it with
+    ``codec``. SageAttention smooths keys in a similar way (Zhang et al., arXiv:2410.02367).
 
-    Use it for keys with large biases (Qwen 2). Without it, the bias would take up most of the codes
-    of a group that spans channels. The method needs no knowledge of the model, because a bias is
-    part of the mean.
+    Use it for keys with large biases (Qwen 2). Otherwise the bias takes up most of the codes of a
+    group of several channels. The codec does not need to know the bias, because the bias is part of
+    the mean.
 
     Products with the means are computed once per block, not once per token.
 
@@ -269,7 +273,7 @@ class Centered(CodecWrapper):
         return CenteredStore(means, self.codec.empty(shape))
 
     def encode(self, x: Array) -> CenteredStore:
-        """Encode the means, and the deviations from the means as stored."""
+        """Encode the means, and then the deviations from the encoded means."""
         x = finite(x)
         largest = float(jnp.finfo(self._means.dtype).max)
         means = self._means.encode(jnp.clip(mean(x, (x.ndim - 2,)), -largest, largest))
@@ -282,18 +286,18 @@ class Centered(CodecWrapper):
         return in_range(numbers, self.dtype).astype(rest.dtype)
 
     def decode_mean(self, store: CenteredStore) -> Array:
-        """The means in float32."""
+        """Decode the means to float32."""
         return self._means.decode(store.mean).astype(jnp.float32)
 
     def scores(self, queries: Array, store: CenteredStore) -> Array:
-        """Scores with the deviations, plus each block's score with its mean."""
+        """Multiply queries with the deviations, and add each block's product with its mean."""
         scores = self.codec.scores(queries, store.rest)
         mean = self.decode_mean(store)[..., 0, :].astype(queries.dtype)
         shared = product("bhqd,bhnd->bhqn", queries, mean)
         return scores + jnp.repeat(shared, scores.shape[-1] // shared.shape[-1], axis=-1)
 
     def weighted_values(self, weights: Array, store: CenteredStore) -> Array:
-        """The weighted deviations, plus each block's mean times the sum of its weights."""
+        """Weight the deviations, and add each block's mean times the sum of the block's weights."""
         mean = self.decode_mean(store)[..., 0, :]
         blocks = weights.reshape(*weights.shape[:-1], mean.shape[2], -1).sum(-1)
         shared = product("bhqn,bhnd->bhqd", blocks, mean)

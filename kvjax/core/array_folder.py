@@ -1,8 +1,8 @@
 """Folders of arrays that are replaced atomically.
 
-A folder holds either the old or the new arrays, whenever its writer is stopped. Orbax writes the
-new arrays next to the old ones. Then one small file, which lists the files with their sizes and
-checksums, replaces its predecessor.
+A folder contains either the old or the new arrays, no matter when its writer is stopped. Orbax
+writes the new arrays next to the old ones. Then one small file, which lists the files with their
+sizes and checksums, replaces its predecessor.
 """
 
 import atexit
@@ -27,18 +27,19 @@ from kvjax.core.validation import CheckpointError
 NAME = "kvjax.json"
 _FORMAT = 1
 _ARRAYS = re.compile(r"arrays-[0-9a-f]{16}(\..*)?")
-"""Folders of arrays, including Orbax's temporary names."""
+"""The names of folders of arrays, including Orbax's temporary names."""
 _INDEX = re.compile(re.escape(NAME) + r"(\.[0-9a-f]{16})?")
 
 _ORBAX = threading.Lock()
-"""Orbax numbers its operations with one global counter, so two writers at once would block."""
+"""A lock that is held while Orbax reads or writes. Orbax numbers its operations with one global
+counter, so two operations at the same time would block each other."""
 
 
 class PendingSave:
     """A folder that a second thread is writing.
 
-    A program that exits waits for the thread. From Python 3.12 on, Orbax can't write during exit:
-    then a warning says that the folder was not saved, and the old contents stay.
+    A program that exits waits for the thread. From Python 3.12 on, Orbax can't write during exit.
+    In this case a warning says that the folder was not saved, and the old contents stay.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class PendingSave:
     ) -> None:
         self._path = path
         self._error: Exception | None = None
-        self._before = _RUNNING.get(path)  # two writers at once would delete each other's arrays
+        self._before = _RUNNING.get(path)  # simultaneous writers would delete each other's arrays
         _RUNNING[path] = self
         self._thread = threading.Thread(target=self._write, args=(arrays, metadata))
         self._thread.start()
@@ -74,7 +75,7 @@ class PendingSave:
 
 
 _RUNNING: dict[Path, PendingSave] = {}
-"""The last save of each folder, until ``wait`` was called on it."""
+"""The last save of each folder, until its ``wait`` was called."""
 
 
 def _wait_for_all() -> None:
@@ -92,15 +93,15 @@ getattr(threading, "_register_atexit", atexit.register)(_wait_for_all)
 def save_folder(
     path: str | Path, arrays: Mapping[str, np.ndarray], metadata: Mapping[str, object]
 ) -> PendingSave:
-    """Write arrays and JSON metadata into a folder of their own.
+    """Write arrays and JSON metadata into a folder that contains nothing else.
 
     Args:
-      path: the folder; it must not exist, be empty, or have been written by this function.
+      path: the folder. It must be new, empty, or written by this function before.
       arrays: non-empty arrays, which the caller must not change from now on.
-      metadata: values that JSON can hold.
+      metadata: values that JSON can represent.
 
     Raises:
-      CheckpointError: if ``path`` holds anything else.
+      CheckpointError: if ``path`` contains anything else.
     """
     path = check_writable_folder(path)
     return PendingSave(path.resolve(), dict(arrays), metadata)
@@ -112,10 +113,10 @@ def expand_user(path: str | Path) -> Path:
 
 
 def check_writable_folder(path: str | Path) -> Path:
-    """The path of a folder that ``save_folder`` may write.
+    """Check that ``save_folder`` may write to a folder, and return its path.
 
     Raises:
-      CheckpointError: if ``path`` holds anything else.
+      CheckpointError: if the folder contains something that ``save_folder`` did not write.
     """
     path = expand_user(path)
     if path.exists() and not (path.is_dir() and all(map(_is_ours, path.iterdir()))):
@@ -126,7 +127,7 @@ def check_writable_folder(path: str | Path) -> Path:
 
 
 def read_folder(path: str | Path) -> tuple[Json, dict[str, np.ndarray]]:
-    """The metadata and the arrays that ``save_folder`` has written.
+    """Read the metadata and the arrays that ``save_folder`` wrote.
 
     Raises:
       CheckpointError: if the folder has no saved data, or its files were truncated or modified.
@@ -234,12 +235,13 @@ def _is_ours(file: Path) -> bool:
 
 
 def _json_checksum(content: Json) -> int:
-    """A checksum of a value's JSON."""
+    """Return a checksum of a value's JSON."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def _check_file(file: Path, size: int, checksum: int) -> None:
-    """Raise ``CheckpointError`` if a file is missing or differs from what was written."""
+    """Raise ``CheckpointError`` if a file is missing, or does not have the size and checksum with
+    which it was written."""
     if not file.is_file():
         raise CheckpointError(f"{file}: is missing")
     if (actual := file.stat().st_size) != size:

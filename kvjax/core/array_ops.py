@@ -14,10 +14,10 @@ from kvjax.core.target import current_target, on_cpu
 
 
 def xp(*numbers: object) -> ModuleType:
-    """``jax.numpy`` if any argument is a JAX array, else NumPy.
+    """Return ``jax.numpy`` if any argument is a JAX array, otherwise NumPy.
 
-    Host integers are so computed without compiling anything or waiting for a device. The name is
-    the array API standard's.
+    With NumPy, arithmetic on host integers compiles nothing and does not wait for a device. The
+    name ``xp`` follows the array API standard.
     """
     return jnp if any(isinstance(x, jax.Array) for x in numbers) else np
 
@@ -25,7 +25,7 @@ def xp(*numbers: object) -> ModuleType:
 def expand_over_slots(cursor: Any) -> Any:
     """Reshape per-row numbers [batch] to [batch, 1], to combine them with slots.
 
-    A scalar is returned unchanged: kernels compute on a single row, without such arrays.
+    A scalar is returned unchanged, for kernels, which compute on a single row.
     """
     return cursor[:, None] if np.ndim(cursor) else cursor
 
@@ -36,24 +36,25 @@ def expand_over_rows(slots: Any, cursor: Any) -> Any:
 
 
 def flag_where(rows: Array, bit: int) -> Array:
-    """int32: ``bit`` where the mask ``rows`` is True, else 0.
+    """Return int32: ``bit`` where the mask ``rows`` is True, otherwise 0.
 
-    ``jnp.where`` of two Python numbers would be int64 if 64 bits are enabled.
+    ``jnp.where`` of two Python numbers would be int64 if 64-bit types are enabled.
     """
     return rows.astype(jnp.int32) * bit
 
 
 def arange_row(count: int) -> Array:
-    """int32[1, count]: 0 to ``count - 1``."""
+    """Return the numbers 0 to ``count - 1`` as int32[1, count]."""
     return jnp.arange(count, dtype=jnp.int32)[None]
 
 
 FEW = 64
-"""Up to this many rows a CPU multiplies faster with the float32 weights as the first factor."""
+"""Up to this number of rows, a CPU multiplies faster with the float32 weights as the first
+factor."""
 
 
 def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
-    """float32[..., out]: ``x @ weight.T`` without the transpose."""
+    """Compute ``x @ weight.T`` in float32, without transposing. Returns float32[..., out]."""
     rows = x.size // x.shape[-1]
     if not on_cpu():
         return _before_ampere(x, weight) if current_target().before_ampere else _dot(x, weight)
@@ -63,7 +64,8 @@ def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> 
     if rows > FEW:
         return _dot(x, weight)
     if narrow and rows == 1:
-        # In 16 bits XLA widens all weights for one row, which is ten times as slow as two rows.
+        # For one row in 16 bits, XLA converts all weights to float32, which is ten times as slow as
+        # two rows.
         product = _dot(jnp.pad(flat, [(0, 1), (0, 0)]), weight)[:1]
     elif narrow or rows == 1:
         product = _dot(flat, weight)
@@ -74,10 +76,11 @@ def contract_last(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> 
 
 
 def _before_ampere(x: Float[Array, "... in"], weight: Float[Array, "out in"]) -> Array:
-    """``contract_last`` for GPUs before Ampere, where only cuBLAS multiplies matrices.
+    """Do the work of ``contract_last`` on GPUs before Ampere, where only cuBLAS multiplies
+    matrices.
 
-    Without the barrier XLA concatenates the weights of products that share a factor. For a single
-    row it widens them. Both make a copy.
+    Without the barrier, XLA concatenates the weights of products that share a factor, which copies
+    them. For a single row it converts them to float32, which also copies them.
     """
     x, weight = lax.optimization_barrier((x, weight))
     if x.size > x.shape[-1]:

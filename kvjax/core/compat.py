@@ -1,7 +1,7 @@
 """Differences between supported versions of JAX and Flax.
 
-The oldest supported versions are JAX 0.7.2 and Flax 0.11.2, which Colab has. Each function is named
-after the version that makes it unnecessary. The functions ``has_...`` say which kernels the
+The oldest supported versions are JAX 0.7.2 and Flax 0.11.2, which Colab has. Most functions are
+named after the version that makes them unnecessary. The functions ``has_...`` say which kernels the
 installed JAX can compile.
 """
 
@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """The version of a package as numbers; () if it is not installed."""
+    """Return the version of a package as integers; () if it is not installed."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -33,7 +33,7 @@ JAX = _version("jax")
 
 
 def flax_0_12_list(modules: Iterable[object]) -> Any:
-    """``nnx.List(modules)``; before Flax 0.12 modules are held in plain lists."""
+    """Return ``nnx.List(modules)``, or a plain list before Flax 0.12."""
     from flax import nnx
 
     return getattr(nnx, "List", list)(modules)
@@ -42,13 +42,13 @@ def flax_0_12_list(modules: Iterable[object]) -> Any:
 def jax_0_10_2_host_memory(platform: str) -> bool:
     """Whether programs for a platform can keep results in host memory.
 
-    Before JAX 0.10.2, results of CPU programs always are in the CPU's default memory.
+    Before JAX 0.10.2, results of CPU programs are always in the CPU's default memory.
     """
     return platform != "cpu" or JAX >= (0, 10, 2)
 
 
 def jax_0_10_gpu_description(gpu: str) -> str:
-    """A GPU description without the lines that older compilers reject."""
+    """Remove the lines of a GPU description that older compilers reject."""
     if JAX >= (0, 10):
         return gpu
     unknown = r" *(thread_dim|device_vendor|device_address|ecc_enabled|name:|driver|runtime)"
@@ -56,7 +56,7 @@ def jax_0_10_gpu_description(gpu: str) -> str:
 
 
 def jax_0_10_varying(aval: object) -> frozenset[str]:
-    """The axes of a ``jax.shard_map`` along which an array varies, if JAX checks that."""
+    """Return the axes of a ``jax.shard_map`` along which an array varies, if JAX checks this."""
     if JAX < (0, 10):
         return getattr(aval, "vma", frozenset())
     kind = getattr(aval, "manual_axis_type", None)
@@ -64,11 +64,12 @@ def jax_0_10_varying(aval: object) -> frozenset[str]:
 
 
 RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
-"""The ``jax_0_10_error_code`` of a device that has run out of memory."""
+"""The result of ``jax_0_10_error_code`` if a device has run out of memory."""
 
 
 def jax_0_10_error_code(error: BaseException) -> str | None:
-    """An XLA error's ``error_code_string``, such as RESOURCE_EXHAUSTED; None for other errors.
+    """Return the ``error_code_string`` of an XLA error, such as RESOURCE_EXHAUSTED; None for other
+    errors.
 
     Before JAX 0.10 the code is the beginning of the message.
     """
@@ -95,28 +96,29 @@ def jax_0_8_scatters_in_place(platform: str) -> bool:
 
 
 def jax_0_9_matmul(x: jax.Array, weight: jax.Array) -> jax.Array | None:
-    """``x @ weight.T`` in float32 on a CPU, for 16-bit x [rows, in] and weight [out, in].
+    """Compute ``x @ weight.T`` in float32 on a CPU, for 16-bit ``x`` [rows, in] and ``weight``
+    [out, in].
 
-    Returns None from JAX 0.9 on. Before, XLA converts the whole weight to float32 for more than one
-    row, which is up to 100 times as slow, and fails for some shapes.
+    Returns None from JAX 0.9 on, where XLA does this well. Before, XLA converts the whole weight to
+    float32 for more than one row, which is up to 100 times as slow, and it fails for some shapes.
     """
     if JAX >= (0, 9):
         return None
     axes = (((1,), (1,)), ((), ()))
-    if len(x) <= 16:  # row by row; without the barrier XLA hoists the conversion out of a loop
+    if len(x) <= 16:  # row by row; without the barrier, XLA converts all weights before a loop
         x, weight = lax.optimization_barrier((x, weight))
         rows = [
             lax.dot_general(x[n : n + 1], weight, axes, preferred_element_type=jnp.float32)
             for n in range(len(x))
         ]
         return jnp.concatenate(rows)
-    # Twice as fast with the weights as the first factor; the barrier keeps the order.
+    # This is twice as fast with the weights as the first factor. The barrier keeps this order.
     x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     return lax.optimization_barrier(lax.dot_general(weight, x, axes)).T
 
 
 def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: DTypeLike, axes: frozenset[str]):
-    """A ``ShapeDtypeStruct`` that varies along some axes of a ``jax.shard_map``."""
+    """Create a ``ShapeDtypeStruct`` that varies along some axes of a ``jax.shard_map``."""
     make: Any = jax.ShapeDtypeStruct
     if not axes:
         return make(shape, dtype)
@@ -126,16 +128,17 @@ def jax_0_10_varying_shape(shape: tuple[int, ...], dtype: DTypeLike, axes: froze
 
 
 def jax_0_8_pcast(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """``lax.pcast(x, axes, to="varying")``; JAX 0.7 calls it ``pvary``."""
+    """Return ``lax.pcast(x, axes, to="varying")``, which JAX 0.7 calls ``pvary``."""
     if JAX < (0, 8):
         return getattr(lax, "pvary")(x, axes)  # noqa: B009 - newer versions have none
     return lax.pcast(x, axes, to="varying")
 
 
 def jax_0_8_in_hbm(x: jax.Array) -> jax.Array:
-    """An array pinned in a TPU's HBM for a Pallas kernel.
+    """Pin an array to a TPU's HBM for a Pallas kernel.
 
-    JAX 0.7 rejects such arrays in kernels with a dynamic grid, so there the compiler decides.
+    JAX 0.7 rejects such arrays in kernels with a dynamic grid. There the array is not pinned, and
+    the compiler decides.
     """
     if JAX < (0, 8):
         return x
@@ -145,9 +148,9 @@ def jax_0_8_in_hbm(x: jax.Array) -> jax.Array:
 
 
 def jax_0_9_shutdown_timeout(seconds: int) -> dict[str, Any]:
-    """The shutdown timeout as an argument of ``jax.distributed.initialize``.
+    """Return the shutdown timeout as an argument of ``jax.distributed.initialize``.
 
-    Before JAX 0.9 it can't be set and is five minutes.
+    Before JAX 0.9, the timeout is always five minutes, and there is no argument.
     """
     return {} if JAX < (0, 9) else {"shutdown_timeout_seconds": seconds}
 
@@ -174,9 +177,9 @@ def jax_0_8_libtpu() -> Iterator[None]:
 
 
 def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
-    """Options of ``lowered.compile`` for a target device.
+    """Return options for ``lowered.compile`` on a target device.
 
-    Without them JAX 0.7 requires autotuning results for GPUs.
+    Without them, JAX 0.7 requires autotuning results for GPUs.
     """
     if JAX < (0, 8) and device.platform == "gpu":
         return {"xla_gpu_autotune_level": 0}
@@ -184,9 +187,10 @@ def jax_0_8_compiler_options(device: Any) -> dict[str, Any]:
 
 
 def jax_0_8_program_text(program: jax.stages.Compiled) -> str:
-    """``program.as_text()`` of a compiled program.
+    """Return the text of a compiled program, as ``program.as_text()`` does.
 
-    JAX 0.7 returns None for target GPUs, so the text is made from the serialized executable.
+    For target GPUs, JAX 0.7 returns None from that method, so the text is made from the serialized
+    executable.
     """
     text = program.as_text()
     if text is not None or JAX >= (0, 8):
@@ -199,7 +203,8 @@ def jax_0_8_program_text(program: jax.stages.Compiled) -> str:
 
 
 def _field(message: bytes, number: int) -> bytes:
-    """The first length-delimited field with a number, of a Protocol Buffers message."""
+    """Return the first length-delimited field with the number ``number`` in a Protocol Buffers
+    message."""
     at = 0
 
     def varint() -> int:
@@ -225,13 +230,14 @@ def _field(message: bytes, number: int) -> bytes:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether JAX lowers Pallas kernels with Triton; JAX 0.12 deprecates that."""
+    """Whether JAX lowers Pallas kernels with Triton. JAX 0.12 deprecates this."""
     return JAX < (0, 12) and _has("jax.experimental.pallas.triton", "CompilerParams")
 
 
 @functools.cache
 def has_mosaic_gpu() -> bool:
-    """Whether JAX has the parts of Mosaic GPU that kvjax's kernel needs: from JAX 0.12 on."""
+    """Whether JAX has the parts of Mosaic GPU that kvjax's kernel needs. JAX 0.12 is the first
+    version that has them."""
     return JAX >= (0, 12) and _has("jax.experimental.pallas.mosaic_gpu", "kernel", "mma")
 
 

@@ -1,8 +1,9 @@
-"""``lax``'s loops and branches, made to work inside a user's ``jax.shard_map``.
+"""Loops and branches like those of ``lax``, which also work inside a user's ``jax.shard_map``.
 
-There JAX tracks along which mesh axes each array varies (``check_vma``). It requires loop carries
-and branch results to vary along the same axes as their counterparts. Constants such as initial
-zeros vary along none, so these functions cast them. Elsewhere they are the functions of ``lax``.
+There, JAX tracks along which mesh axes each array varies (``check_vma``). A loop must return its
+carry with the same axes as the initial carry, and all branches must return the same axes.
+Constants, such as initial zeros, vary along no axis, so these functions cast them. Outside of
+``jax.shard_map``, they do the same as the functions of ``lax``.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,14 +26,14 @@ def cond(
     false_fun: Callable[..., PyTree],
     *args: PyTree,
 ) -> PyTree:
-    """``lax.cond``, made to work inside ``jax.shard_map``."""
+    """Call ``lax.cond``. This also works inside ``jax.shard_map``."""
     return lax.cond(pred, *_match_branches((true_fun, false_fun), *args), *args)
 
 
 def switch(
     index: Array | np.ndarray | int, branches: Sequence[Callable[..., PyTree]], *args: PyTree
 ) -> PyTree:
-    """``lax.switch``, made to work inside ``jax.shard_map``."""
+    """Call ``lax.switch``. This also works inside ``jax.shard_map``."""
     return lax.switch(index, _match_branches(branches, *args), *args)
 
 
@@ -42,19 +43,20 @@ def fori_loop(
     body: Callable[[Array, PyTree], PyTree],
     init: PyTree,
 ) -> PyTree:
-    """``lax.fori_loop`` with an int32 counter, even if 64 bits are enabled."""
+    """Call ``lax.fori_loop`` with an int32 counter, even if 64-bit types are enabled. This also
+    works inside ``jax.shard_map``."""
     lower, upper = (
         x.astype(jnp.int32) if isinstance(x, jax.Array) else np.int32(x) for x in (lower, upper)
     )
     body, init = _match_carry(body, init, before=(lower,))
-    # If the trip count is static, lax creates a counter of its own.
+    # If the trip count is static, lax creates the counter itself, so cast it.
     return lax.fori_loop(lower, upper, lambda i, x: body(i.astype(jnp.int32), x), init)
 
 
 def while_loop(
     cond_fun: Callable[[PyTree], Array], body: Callable[[PyTree], PyTree], init: PyTree
 ) -> PyTree:
-    """``lax.while_loop``, made to work inside ``jax.shard_map``."""
+    """Call ``lax.while_loop``. This also works inside ``jax.shard_map``."""
     body, init = _match_carry(body, init)
     return lax.while_loop(cond_fun, body, init)
 
@@ -65,7 +67,7 @@ def scan(
     xs: PyTree = None,
     length: int | None = None,
 ) -> tuple[PyTree, PyTree]:
-    """``lax.scan``, made to work inside ``jax.shard_map``."""
+    """Call ``lax.scan``. This also works inside ``jax.shard_map``."""
     if not _axes_are_checked():
         return lax.scan(body, init, xs, length)
     first = jax.tree.map(lambda x: x[0], xs)
@@ -80,7 +82,8 @@ def scan(
 
 
 def match_varying(arrays: Sequence[PyTree]) -> tuple[list[PyTree], Axes]:
-    """Cast arrays so that all vary along the same axes; also return the axes. Used for kernels."""
+    """Cast the inputs of a kernel so that all vary along the same mesh axes. Returns the arrays and
+    the axes."""
     if not _axes_are_checked():
         return [*arrays], frozenset()
     axes = frozenset[str]().union(*map(_axes, arrays))
@@ -96,7 +99,7 @@ def _axes_are_checked() -> bool:
 
 
 def _axes(x: Array) -> Axes:
-    """The axes along which an array varies."""
+    """Return the axes along which an array varies."""
     return jax_0_10_varying(jax.typeof(x))
 
 
@@ -111,7 +114,7 @@ def _cast(tree: PyTree, axes: Sequence[Axes]) -> PyTree:
 
 
 def _result_axes(function: Callable[..., PyTree], *args: PyTree) -> list[Axes]:
-    """The axes along which each result of a function varies."""
+    """Return the axes along which each result of a function varies."""
     return [jax_0_10_varying(x) for x in jax.make_jaxpr(function)(*args).out_avals]
 
 
@@ -133,9 +136,9 @@ def _match_branches(
 def _match_carry(
     body: Callable[..., PyTree], init: PyTree, before: tuple[PyTree, ...] = ()
 ) -> tuple[Callable[..., PyTree], PyTree]:
-    """A loop body and its initial carry, cast so that both vary along the same axes.
+    """Cast a loop body's result and its initial carry so that both vary along the same axes.
 
-    ``before``: the body's arguments before the carry.
+    ``before`` are the body's arguments before the carry.
     """
     if not _axes_are_checked():
         return body, init

@@ -1,7 +1,7 @@
-"""Running kvjax under a script's ``jax.set_mesh``.
+"""Support for scripts that set a mesh with ``jax.set_mesh``.
 
-kvjax's arrays carry their own shardings, so its programs must not depend on the mesh that a script
-has set.
+The shardings of kvjax's arrays include their mesh, so kvjax's programs must not depend on the mesh
+that a script has set.
 """
 
 import functools
@@ -24,10 +24,11 @@ _explicit_mesh: ContextVar[Mesh | None] = ContextVar("explicit_mesh", default=No
 
 
 def allow_host_to_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let ``jax_transfer_guard`` treat the function's host-to-device transfers as explicit.
+    """Decorate ``function`` so that ``jax_transfer_guard`` treats its host-to-device transfers as
+    explicit.
 
-    The guards "log" and "disallow" then allow them; the guards of explicit transfers do not.
-    Transfers to the host stay guarded.
+    The guards "log" and "disallow" then allow them, but the guards "log_explicit" and
+    "disallow_explicit" do not. Transfers to the host stay guarded.
     """
 
     @functools.wraps(function)
@@ -42,10 +43,11 @@ def allow_host_to_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def without_mesh_context(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Call the function as if no mesh were set. For functions that start programs, outside ``jit``.
+    """Decorate ``function`` so that it runs as if no mesh were set. Use this for functions that
+    start programs, outside ``jit``.
 
-    Arguments on a mesh with explicit axes are passed on a mesh with automatic axes: the same
-    arrays with another type. Results are converted back.
+    Arguments on a mesh with explicit axes are converted to the same mesh with automatic axes, which
+    changes only their type. Results are converted back.
     """
 
     @allow_host_to_device
@@ -68,17 +70,19 @@ def without_mesh_context(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def explicit_mesh() -> Mesh | None:
-    """The explicit mesh of the arguments of the running ``without_mesh_context`` call, or None."""
+    """Return the mesh with explicit axes on which the current call of a ``without_mesh_context``
+    function received its arguments, or None."""
     return _explicit_mesh.get()
 
 
 def to_explicit_mesh(tree: _T, mesh: Mesh | None) -> _T:
-    """Convert arrays back to the mesh that ``explicit_mesh`` returned, unless it is None."""
+    """Convert arrays to ``mesh``, which is a result of ``explicit_mesh``. If it is None, return
+    them unchanged."""
     return tree if mesh is None else jax.tree.map(functools.partial(_to_explicit, mesh), tree)
 
 
 def _find_explicit_mesh(tree: PyTree) -> Mesh | None:
-    """The first mesh with explicit axes that an array is on."""
+    """Return the first mesh with explicit axes among the meshes of a pytree's arrays, or None."""
     for x in jax.tree.leaves(tree):
         if (mesh := _mesh_of(x)) is not None and AxisType.Explicit in mesh.axis_types:
             return mesh
@@ -86,7 +90,7 @@ def _find_explicit_mesh(tree: PyTree) -> Mesh | None:
 
 
 def _mesh_of(x: object) -> Mesh | None:
-    """The mesh that an array is on; None for traced arrays."""
+    """Return the mesh of an array; None for traced arrays and arrays without a mesh."""
     if not isinstance(x, jax.Array) or is_traced(x) or not isinstance(x.sharding, NamedSharding):
         return None
     mesh = x.sharding.mesh
@@ -95,7 +99,7 @@ def _mesh_of(x: object) -> Mesh | None:
 
 @functools.lru_cache(maxsize=16)
 def _automatic(mesh: Mesh) -> Mesh:
-    """The same devices and axis names, with automatic axes."""
+    """Return a mesh with the same devices and axis names, but automatic axes."""
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * mesh.devices.ndim)
 
 
@@ -115,7 +119,7 @@ def _to_explicit(mesh: Mesh, x: Any) -> Any:
 
 
 def has_auto_axes() -> bool:
-    """Whether the mesh that is set has an automatic axis of several devices."""
+    """Whether the mesh set with ``jax.set_mesh`` has an automatic axis of several devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False
@@ -124,9 +128,10 @@ def has_auto_axes() -> bool:
 
 
 def check_mesh_context(sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` if programs on the arrays' mesh can't be traced under the mesh set.
+    """Raise ``ValueError`` if programs on the arrays' mesh can't be traced under the mesh set with
+    ``jax.set_mesh``.
 
-    JAX accepts only axes of the mesh that is set, and results get shardings on it.
+    Under a mesh, JAX accepts only its axes, and results get shardings on it.
 
     Args:
       sizes: axis sizes of the arrays' mesh, in order; axes of size 1 may be missing.

@@ -16,7 +16,8 @@ _registered: list[type] = []
 
 
 def static_field(**kwargs: Any) -> Any:
-    """A hashable field of a ``pytree_dataclass`` that is part of the tree's structure."""
+    """Declare a field of a ``pytree_dataclass`` that is part of the tree's structure. Its value
+    must be hashable."""
     return dataclasses.field(metadata={"static": True}, **kwargs)
 
 
@@ -43,9 +44,11 @@ def exportable_namedtuple(cls: type[_Tuple]) -> type[_Tuple]:
 
 
 def register_with_flax() -> None:
-    """Let Flax NNX modules hold instances as attributes, if Flax NNX is imported.
+    """Let Flax NNX modules have instances of ``pytree_dataclass`` classes as attributes, if Flax
+    NNX is imported.
 
-    kvjax does not import it, so functions that return such instances to users call this.
+    kvjax does not import Flax NNX itself, so functions that return such instances to users call
+    this.
     """
     register = getattr(sys.modules.get("flax.nnx"), "register_data_type", None)
     if register is not None:
@@ -58,12 +61,12 @@ def _name(cls: type) -> str:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of all arrays of a pytree, from their shapes and dtypes."""
+    """Return the bytes of all arrays of a pytree, computed from their shapes and dtypes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def serialize_static(settings: tuple[object, ...]) -> bytes:
-    """Static fields as JSON, with the name of each class.
+    """Convert static fields to JSON that includes the name of each class.
 
     Raises:
       ValueError: for a value other than a number, a string, a dtype, or a dataclass of these.
@@ -72,7 +75,7 @@ def serialize_static(settings: tuple[object, ...]) -> bytes:
 
 
 def deserialize_static(data: bytes) -> tuple[Any, ...]:
-    """Inverse of ``serialize_static``. It creates only dataclasses of modules already imported.
+    """Undo ``serialize_static``. Only dataclasses of modules that are already imported are created.
 
     Raises:
       ValueError: if a class is missing.

@@ -11,7 +11,8 @@ import jax
 from jaxtyping import PyTree
 
 ProgressCallback = Callable[[str, int, int], None]
-"""Called with the name of the work, the amount done, and the total amount."""
+"""A function that is called with the name of the work, the amount that is done, and the total
+amount."""
 
 _callback: ContextVar[ProgressCallback | None] = ContextVar("progress", default=None)
 COMPILE_CALLBACK: ContextVar[Callable[[bool], None] | None] = ContextVar("compiles", default=None)
@@ -22,7 +23,7 @@ COMPILE_CALLBACK: ContextVar[Callable[[bool], None] | None] = ContextVar("compil
 def progress_callback(
     callback: ProgressCallback, compiles: Callable[[bool], None] | None = None
 ) -> Iterator[None]:
-    """Call ``callback`` on the progress of all work inside, in this thread.
+    """Within this context and thread, call ``callback`` when work makes progress.
 
     ``compiles`` is called with True when a compilation starts and with False when it ends.
     """
@@ -37,7 +38,7 @@ def progress_callback(
 def report_progress(what: str, done: int, total: int, result: PyTree = None) -> None:
     """Report progress to the current callback, if there is one.
 
-    ``result``: arrays to wait for first, since JAX dispatches work before it is done.
+    ``result`` has arrays to wait for first, because JAX returns arrays before they are computed.
     """
     callback = _callback.get()
     if callback is not None:
@@ -53,7 +54,7 @@ _UNITS = {"": 1, "b": 1} | {
 
 
 def readable_bytes(count: float) -> str:
-    """Bytes in decimal units: ``1.5 MB``."""
+    """Format a number of bytes in decimal units, such as ``1.5 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -62,7 +63,7 @@ def readable_bytes(count: float) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Number of bytes from ``80GiB``, ``40 GB`` or ``123B``.
+    """Parse a size such as ``80GiB``, ``40 GB`` or ``123B``, and return the number of bytes.
 
     Raises:
       ValueError: if ``text`` is not a size, or has no unit.
@@ -76,7 +77,7 @@ def parse_bytes(text: str) -> int:
 
 
 def pyplot() -> ModuleType:
-    """Matplotlib's ``pyplot`` with a backend that draws into files.
+    """Import Matplotlib's ``pyplot`` with a backend that draws into files.
 
     Raises:
       ValueError: if matplotlib is not installed.

@@ -1,12 +1,12 @@
 """Rotary position embedding: rotation of channel pairs by angles from a table.
 
-The angle at position ``p`` with frequency ``f`` is ``p * f``. In float32 the relative error of that
-product is 6e-8, which at position 1,000,000 is an error of up to 0.06 radians. The table therefore
-holds sines and cosines of the digits of ``p`` in base ``STRIDE``, computed in float64, and combines
-them by the addition theorem. The result is exact to float32 rounding at any position, and even for
-unlimited length the table takes less than a megabyte.
+The angle at position ``p`` with frequency ``f`` is ``p * f``. In float32 the relative error of this
+product is 6e-8, which is an error of up to 0.06 radians at position 1,000,000. To avoid this, a
+position is split into digits in base ``STRIDE``. The table has the sines and cosines for each
+digit, computed in float64, and combines them with the addition theorem. The result is exact to
+float32 rounding at any position. Even for unlimited length the table takes less than a megabyte.
 
-Source: Su et al., RoFormer, arXiv:2104.09864; pairs are (i, i + half), as in Transformers.
+Source: Su et al., RoFormer, arXiv:2104.09864. Channel pairs are (i, i + half), as in Transformers.
 """
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from kvjax.core.pytree import pytree_dataclass, register_with_flax
 from kvjax.core.validation import UNLIMITED, ArgumentError
 
 STRIDE = 1024
-"""The base of the digits."""
+"""The base of the digits of a position."""
 
 
 @pytree_dataclass
@@ -26,10 +26,10 @@ class RotaryTable:
 
     A position is split into digits of base ``STRIDE``, whose rotations are combined.
 
-    ``digits``: one float32[rows, 2, half] (cosine, sine) per digit, the lowest first. Row ``d`` of
-    array ``i`` is the rotation by ``d * STRIDE**i`` positions; the first array also includes the
-    attention scale. ``half`` is the number of rotated pairs: the first ``2 * half`` channels are
-    rotated.
+    ``digits`` has one array float32[rows, 2, half] per digit, lowest digit first, with cosines and
+    sines on axis 1. Row ``d`` of array ``i`` is the rotation by ``d * STRIDE**i`` positions. The
+    first array also includes the factor ``scale`` of ``rotary_table``. ``half`` is the number of
+    rotated pairs: the first ``2 * half`` channels are rotated.
 
     Example:
       ```python
@@ -41,7 +41,7 @@ class RotaryTable:
     digits: tuple[Float[Array | np.ndarray, "rows 2 half"], ...]
 
     def angles(self, positions: Int[Array, "..."]) -> tuple[Array, Array]:
-        """Cosine and sine at ``positions``: two float32[..., half]."""
+        """Return the cosines and the sines at ``positions``, each float32[..., half]."""
 
         def part(digit: int) -> tuple[Array, Array]:
             rows = jnp.asarray(self.digits[digit])[positions // STRIDE**digit % STRIDE]
@@ -61,8 +61,8 @@ def rotary_table(
 
     Args:
       inverse_frequencies: [half], radians per position, one per pair of channels.
-      max_len: number of positions in the table; by default 2**30.
-      scale: factor for the rotated channels (used by yarn and longrope).
+      max_len: the number of positions in the table; by default 2**30.
+      scale: a factor by which rotated channels are multiplied (used by yarn and longrope).
 
     Raises:
       ValueError: if ``max_len`` is not positive or more than 2**30, or the frequencies are not
@@ -107,10 +107,11 @@ def apply_rotary(
     Args:
       x: [batch, heads, new, head_dim], unrotated.
       positions: int32[batch, new], the position of each token in its row.
-      table: the layer's table; with None ``x`` is returned unchanged.
+      table: the layer's table. If it is None, ``x`` is returned unchanged.
 
     Returns:
-      Rotated ``x`` in its dtype, computed in float32. Channels after the table's pairs are copied.
+      The rotated ``x`` in its dtype, computed in float32. Channels after the table's pairs are
+      unchanged.
 
     Example:
       ```python

@@ -15,7 +15,7 @@ AMPERE = 8, 0
 """The first compute capability with bfloat16 and with support in XLA's Triton compiler."""
 
 _SHARED = {(7, 5): 64, (8, 0): 163, (9, 0): 227, (10, 0): 227}
-"""KiB of shared memory per program, by compute capability; 99 for all others."""
+"""KiB of shared memory per program, by compute capability. Other capabilities have 99."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ class Target:
     def shared_memory(self) -> int:
         """Bytes of shared memory that a GPU program may use.
 
-        If the compute capability is unknown, this is the minimum of Ampere and later GPUs.
+        If the compute capability is unknown, this is the minimum over Ampere and later GPUs.
         """
         return (99 if self.capability is None else _SHARED.get(self.capability, 99)) * 1024
 
 
 def target_of(device: JaxDevice) -> Target:
-    """The target for a device."""
+    """Return the target for a device."""
     match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))
     if device.platform != "gpu" or match is None:
         return Target(device.platform)
@@ -58,7 +58,8 @@ def target_of(device: JaxDevice) -> Target:
 
 
 def default_device() -> JaxDevice:
-    """JAX's default device; if the config names a platform, the first device of that platform."""
+    """Return JAX's default device. If JAX's config names a platform instead of a device, it is the
+    first device of that platform."""
     chosen = jax.config.values["jax_default_device"]
     if isinstance(chosen, jax.Device):
         return chosen
@@ -70,7 +71,7 @@ _target: ContextVar[Target | None] = ContextVar("target", default=None)
 
 @contextmanager
 def tracing_for(target: Target) -> Iterator[None]:
-    """Trace programs inside for ``target`` instead of the default device."""
+    """Within this context, trace programs for ``target`` instead of the default device."""
     token = _target.set(target)
     try:
         yield
@@ -79,12 +80,12 @@ def tracing_for(target: Target) -> Iterator[None]:
 
 
 def current_target() -> Target:
-    """The target of ``tracing_for``, or of the default device outside of it."""
+    """Return the target set by ``tracing_for``, or the default device's target."""
     return _target.get() or target_of(default_device())
 
 
 def current_platform() -> str:
-    """The platform of ``current_target``."""
+    """Return the platform of ``current_target``."""
     return current_target().platform
 
 
@@ -99,13 +100,13 @@ class DeviceSpec:
 
     Attributes:
       platform: gpu or tpu.
-      memory: bytes.
-      bandwidth: of the memory, in bytes per second.
+      memory: size of the device's memory in bytes.
+      bandwidth: memory bandwidth in bytes per second.
       topologies: known topologies of TPUs, in chips.
       name: the name that the compiler or driver uses, if it is not the key in ``DEVICE_SPECS``.
       cores: streaming multiprocessors of a GPU.
-      clock: of a GPU, in GHz.
-      l2: bytes of a GPU's L2 cache.
+      clock: clock frequency of a GPU in GHz.
+      l2: size of a GPU's L2 cache in bytes.
       capability: compute capability of a GPU.
       devices_per_chip: JAX devices per TPU chip.
     """
@@ -139,7 +140,7 @@ def _gpu(
     clock: float,
     l2_mib: int,
 ) -> DeviceSpec:
-    """An NVIDIA GPU, by the name that its driver reports."""
+    """Return the data sheet of an NVIDIA GPU. ``name`` is the name that its driver reports."""
     memory = int(gib * GIB)
     return DeviceSpec("gpu", memory, bandwidth, "", name, cores, clock, l2_mib * 2**20, capability)
 
@@ -180,7 +181,7 @@ _TPU_KINDS = {
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """A device type by its short name.
+    """Return the data sheet of a device type, by its short name.
 
     Raises:
       ValueError: if the name is unknown.
@@ -191,7 +192,7 @@ def device_spec(name: str) -> DeviceSpec:
 
 
 def spec_of(device: JaxDevice) -> DeviceSpec | None:
-    """The data sheet of a device; None if its type is not in ``DEVICE_SPECS``."""
+    """Return the data sheet of a device; None if its type is not in ``DEVICE_SPECS``."""
     kind = device.device_kind
     if kind in _TPU_KINDS:
         return DEVICE_SPECS[_TPU_KINDS[kind]]
@@ -202,10 +203,11 @@ _mosaic: list[tuple[int, int]] = []
 
 
 def mosaic_capability() -> tuple[int, int] | None:
-    """The compute capability that this process compiles Mosaic kernels for; None if undecided.
+    """Return the compute capability for which this process compiles Mosaic kernels; None if it is
+    not yet decided.
 
-    JAX's Mosaic compiler supports one compute capability per process: its GPU's,
-    or, without a GPU, the first one that ``check_mosaic_capability`` was called with.
+    JAX's Mosaic compiler supports one compute capability per process. It is that of the process's
+    GPU or, without a GPU, the first one with which ``check_mosaic_capability`` was called.
     """
     if not _mosaic and jax.default_backend() == "gpu":
         own = target_of(jax.local_devices()[0]).capability
@@ -214,7 +216,8 @@ def mosaic_capability() -> tuple[int, int] | None:
 
 
 def check_mosaic_capability(capability: tuple[int, int]) -> None:
-    """Raise ``ValueError`` if this process compiles Mosaic kernels for another capability."""
+    """Raise ``ValueError`` if this process compiles Mosaic kernels for a different compute
+    capability."""
     own = mosaic_capability()
     if own is None:
         _mosaic.append(capability)

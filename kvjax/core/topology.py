@@ -1,7 +1,7 @@
-"""Target devices: TPUs and GPUs that programs are compiled for without being attached.
+"""Target devices: TPUs and GPUs for which programs are compiled, without being attached.
 
-``jax.experimental.topologies`` creates the devices from a description alone. Nothing is allocated
-or executed, but the compiled programs are those that the devices would run.
+``jax.experimental.topologies`` creates the devices from a description. Nothing is allocated or
+executed, but the compiled programs are the ones that real devices would run.
 """
 
 import functools
@@ -32,7 +32,8 @@ _PACKAGES = {
         "pip install --no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}",
     ),
 }
-"""Per platform: the packages with its compiler, their modules, and the command to install them."""
+"""For each platform: the packages that contain its compiler, their modules, and the command to
+install them."""
 
 _ENVIRONMENT = {
     # libtpu's lock file would end a second process, although neither process holds a TPU.
@@ -41,13 +42,13 @@ _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    # Without a CUDA driver its version can not be checked.
+    # Without a CUDA driver, its version can't be checked.
     "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
 }
 
 
 def target_device(name: str) -> JaxDevice:
-    """A target device by the name of its type, such as ``"v5e"`` or ``"h200"``.
+    """Return a target device by the name of its type, such as ``"v5e"`` or ``"h200"``.
 
     Raises:
       ValueError: if the name is unknown.
@@ -57,7 +58,7 @@ def target_device(name: str) -> JaxDevice:
 
 
 def target_devices(name: str, count: int) -> list[JaxDevice]:
-    """``count`` connected target devices of one type.
+    """Return ``count`` connected target devices of one type.
 
     Raises:
       ValueError: if the name is unknown, or the type has no topology of this size.
@@ -68,10 +69,11 @@ def target_devices(name: str, count: int) -> list[JaxDevice]:
 
 
 def resolve_device(device: DeviceChoice) -> JaxDevice:
-    """The device that an argument names.
+    """Return the device that an argument names.
 
-    ``device``: a ``jax.Device``, a topology (its first device), the name of a device type (a target
-    device), or None for the default device, which is returned as None.
+    ``device`` may be a ``jax.Device``, a topology, for which the first device is returned, or the
+    name of a device type, for which a target device is returned. None means the default device, and
+    is returned unchanged.
 
     Raises:
       ValueError: for any other value.
@@ -96,7 +98,8 @@ def resolve_device(device: DeviceChoice) -> JaxDevice:
 
 
 def resolve_device_or_mesh(device: DeviceChoice) -> tuple[JaxDevice, Mesh | None]:
-    """``resolve_device(device)`` and None; for a mesh its first device and the mesh."""
+    """Return a device and a mesh. For a mesh they are its first device and the mesh, otherwise
+    ``resolve_device(device)`` and None."""
     if isinstance(device, Mesh):
         return device.devices.flat[0], device
     return resolve_device(device), None
@@ -111,7 +114,7 @@ class TargetDescription(NamedTuple):
     types: tuple[AxisType, ...] = ()
 
     def make(self) -> JaxDevice | Mesh:
-        """The device, or the mesh."""
+        """Create the device or the mesh."""
         if self.shape is None:
             return target_device(self.name)
         devices = np.array(target_devices(self.name, math.prod(self.shape))).reshape(self.shape)
@@ -119,7 +122,7 @@ class TargetDescription(NamedTuple):
 
 
 def describe_target(device: JaxDevice, mesh: Mesh | None) -> TargetDescription:
-    """The description of a target device, or of a mesh of them."""
+    """Describe a target device, or a mesh of target devices."""
     name = next(name for name, spec in DEVICE_SPECS.items() if spec == spec_of(device))
     if mesh is None:
         return TargetDescription(name, None)
@@ -128,10 +131,8 @@ def describe_target(device: JaxDevice, mesh: Mesh | None) -> TargetDescription:
 
 @contextmanager
 def compiling_for(device: JaxDevice) -> Iterator[None]:
-    """Make ``device`` the default device, and hide warnings of JAX's compilation cache.
-
-    The cache can't load programs for target devices.
-    """
+    """Make ``device`` the default device, and hide warnings that JAX's compilation cache can't load
+    programs for target devices."""
     with jax.default_device(device), jax_0_8_libtpu(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Error (read|writ)ing persistent compilation cache")
         yield
@@ -167,7 +168,8 @@ _target_devices: set[JaxDevice] = set()
 
 
 def is_target_device(device: JaxDevice) -> bool:
-    """Whether a device was created here from a topology, so that it can't hold arrays."""
+    """Whether a device was created in this module from a topology. Such a device can't have
+    arrays."""
     return device in _target_devices
 
 
@@ -206,7 +208,7 @@ def _topology(name: str, count: int) -> list[JaxDevice]:
 
 
 def _smallest_topology(name: str, count: int) -> str:
-    """The smallest topology with at least ``count`` TPUs."""
+    """Return the smallest topology with at least ``count`` TPUs."""
     spec = DEVICE_SPECS[name]
     sizes = {
         math.prod(map(int, shape.split("x"))) * spec.devices_per_chip: shape
@@ -224,8 +226,8 @@ class _Multiprocessor(NamedTuple):
     Attributes:
       shared: bytes of shared memory.
       reserved: bytes of shared memory that a block can't use.
-      threads: most resident threads.
-      units: floating-point units.
+      threads: maximum number of resident threads.
+      units: number of floating-point units.
     """
 
     shared: int
@@ -243,12 +245,12 @@ _MULTIPROCESSORS = {
     (10, 0): _Multiprocessor(233472, 1024, 2048, 128),
     (12, 0): _Multiprocessor(102400, 1024, 1536, 128),
 }
-"""By compute capability; from the CUDA C++ Programming Guide, "Technical Specifications per
-Compute Capability"."""
+"""Multiprocessors by compute capability. Source: the CUDA C++ Programming Guide, "Technical
+Specifications per Compute Capability"."""
 
 
 def gpu_description(spec: DeviceSpec) -> str:
-    """A GPU as XLA's compiler describes it (``stream_executor.GpuTargetConfigProto``)."""
+    """Describe a GPU in the format of XLA's compiler (``stream_executor.GpuTargetConfigProto``)."""
     major, minor = spec.capability
     core = _MULTIPROCESSORS[spec.capability]
     accelerated = " feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""

@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 
 
 def default_memory_kind(device: JaxDevice) -> str | None:
-    """JAX's name of the memory that a device computes in; None for target devices that have no
-    names of memories."""
+    """Return JAX's name for the memory in which a device computes; None for target devices without
+    such names."""
     try:
         kind: str = device.default_memory().kind
     except jax.errors.JaxRuntimeError:  # target GPUs don't implement this
@@ -29,7 +29,7 @@ def default_memory_kind(device: JaxDevice) -> str | None:
 
 
 def to_device_memory(tree: _T) -> _T:
-    """Move a pytree's arrays to the memory that their devices compute in.
+    """Move a pytree's arrays to the memory in which their devices compute.
 
     NumPy arrays go to the default device, uncommitted. JAX arrays stay on their devices.
     """
@@ -49,17 +49,18 @@ def _to_device_memory(x: Any) -> jax.Array:
 
 
 def put_on_default_device(tree: _T) -> _T:
-    """Move a pytree's arrays from any place to the default device, committed."""
+    """Move a pytree's arrays from any place to the default device, and commit them."""
     device = default_device()
     sharding = SingleDeviceSharding(device, memory_kind=default_memory_kind(device))
     return jax.device_put(tree, sharding)
 
 
 def put_like_rows(tree: _T, rows: jax.Array) -> _T:
-    """Put a pytree's numbers and arrays on the devices of ``rows``, and commit them if it is.
+    """Put a pytree's numbers and arrays on the devices of ``rows``. They are committed if ``rows``
+    is.
 
     ``rows`` has one number per row and may be sharded. Arrays with one entry per row are sharded
-    the same way; all others are replicated.
+    like it, and all others are replicated.
     """
     sharding = rows.sharding
     if isinstance(sharding, NamedSharding):
@@ -80,8 +81,8 @@ def put_like_rows(tree: _T, rows: jax.Array) -> _T:
 def commit_together(tree: _T) -> _T:
     """Commit all arrays of a pytree if any of them is committed.
 
-    A program commits all its results if any argument is committed. Without this a second call on
-    those results would compile again.
+    A program commits all its results if any argument is committed. If only some arguments of the
+    first call were committed, a second call on its results would compile again.
     """
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and not is_traced(x)]
     if not any(x.committed for x in leaves):
@@ -90,7 +91,8 @@ def commit_together(tree: _T) -> _T:
 
 
 def commit_like(tree: _T, others: PyTree) -> _T:
-    """Commit all arrays of a pytree if any array of ``others`` is, for calls that take both."""
+    """Commit all arrays of a pytree if any array of ``others`` is committed. Use this for calls
+    that receive both."""
     arrays = (x for x in jax.tree.leaves(others) if isinstance(x, jax.Array) and not is_traced(x))
     if (one := next((x for x in arrays if x.committed), None)) is None:
         return tree
@@ -107,7 +109,7 @@ def _replicate(mesh: Mesh | AbstractMesh, x: _T) -> _T:
 
 
 def commit(tree: _T) -> _T:
-    """Commit a pytree's arrays to the devices that they are on."""
+    """Commit a pytree's arrays to their current devices."""
     return jax.tree.map(_commit, tree)
 
 
@@ -118,9 +120,9 @@ def _commit(x: _T) -> _T:
 
 
 def fetch(tree: PyTree) -> PyTree:
-    """A pytree's arrays as NumPy arrays.
+    """Convert a pytree's arrays to NumPy arrays.
 
-    If other processes hold some of the devices, all processes must call this.
+    If some of the devices belong to other processes, all processes must call this.
     """
     leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable or x.is_fully_replicated for x in leaves):
@@ -143,13 +145,13 @@ def check_not_target_mesh(mesh: Mesh | AbstractMesh | None) -> None:
 
 
 def put_on_mesh(x: ArrayLike, sharding: NamedSharding) -> jax.Array:
-    """Put an array on a mesh, also inside ``jit``.
+    """Put an array on a mesh. This also works inside ``jit``.
 
-    If other processes hold some of the devices, each process passes the whole array and sends its
-    own devices their shards.
+    If some of the devices belong to other processes, each process passes the whole array and sends
+    the shards of its own devices.
     """
     check_not_target_mesh(sharding.mesh)
-    # Inside jit zeros are traced, but x may be a constant.
+    # The test with zeros detects jit, inside which ``x`` may be a constant.
     if sharding.is_fully_addressable or is_traced(x) or is_traced(jnp.zeros(())):
         return jax.device_put(x, sharding)
     if isinstance(x, jax.Array) and x.sharding.device_set == sharding.device_set:

@@ -1,8 +1,8 @@
 """Shape aliases for signatures.
 
-Axes: ``batch`` rows, ``heads`` query heads, ``kv_heads`` key-value heads, ``new`` tokens of one
-call, ``slots`` token slots of a cache, ``head_dim`` channels per head. Aliases for arguments of
-public functions also accept NumPy arrays.
+The axes are ``batch`` (rows), ``heads`` (query heads), ``kv_heads`` (key-value heads), ``new``
+(tokens of one call), ``slots`` (token slots of a cache) and ``head_dim`` (channels per head).
+Aliases for arguments of public functions also accept NumPy arrays.
 """
 
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ from jaxtyping import Array as Array
 from jaxtyping import Bool, Float, Int, Integer
 
 Json: TypeAlias = dict[str, Any]
-"""An object of JSON, parsed. Its values are checked where they are read."""
+"""A parsed JSON object. The code that reads its values checks them."""
 Queries = Float[Array | np.ndarray, "batch heads new head_dim"]
 AttentionOutput = Float[Array, "batch heads new head_dim"]
 KeysValues = Float[Array | np.ndarray, "batch kv_heads new head_dim"]
@@ -27,10 +27,10 @@ LayerNumber = int | Integer[Array, ""] | tuple[int, int | Integer[Array, ""]]
 """The index of a layer of the model. In a stacked cache it may be traced, or be a pair: the index
 of the stack, and the index of the layer within the stack."""
 Cursors = Int[Array, "batch *_"] | Int[Array, ""]
-"""``PerRow``, possibly with more axes; in a kernel the scalar of a single row."""
+"""One number per row, possibly with more axes. In a kernel it is the scalar of a single row."""
 Slots = Int[Array, "*_"]
 PositionPerSlot = Int[Array, "batch *_"]
-"""The position in every slot of every row; in a kernel in the slots of a single row."""
+"""The position in every slot of every row. In a kernel it has the slots of a single row."""
 PageColumns = Int[Array, "batch pages"]
 """Columns of a page table, selected per row."""
 SlotPositions = Int[Array, "batch slots"]

@@ -1,4 +1,4 @@
-"""Checks of arguments, whose errors name the argument, its value and the limit; exceptions."""
+"""Checks of arguments, and exceptions. Errors name the argument, its value and the limit."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,11 +14,12 @@ DONATED = (
     "kvjax.fork(cache)"
 )
 UNLIMITED = 2**30
-"""Length limit of a sequence that has no other limit; rotary tables reach this far."""
+"""The maximum length of a sequence that has no other limit. Rotary tables have this number of
+positions."""
 MAX_DIMENSION = 2**40
-"""Largest batch or length for which array sizes are computed."""
+"""The maximum batch or length for which array sizes are computed."""
 INT32_MAX = 2**31 - 1
-"""Largest number of rows, tokens or pages, because programs count them in int32."""
+"""The maximum number of rows, tokens or pages, because programs count them in int32."""
 
 
 def as_python(value: object) -> Any:
@@ -37,7 +38,7 @@ def as_python(value: object) -> Any:
 
 
 def short_repr(value: object) -> str:
-    """The first 80 characters of a value's ``repr`` on one line, for error messages."""
+    """Return the first 80 characters of a value's ``repr``, on one line, for error messages."""
     try:
         return " ".join(f"{value!r}".split())[:80]
     except ValueError:  # Python limits how many digits of an int it converts
@@ -45,9 +46,9 @@ def short_repr(value: object) -> str:
 
 
 def as_list(name: str, value: Any, expected: str, param: str | None = None) -> list[Any]:
-    """``list(value)``, or an ``ArgumentError`` if it is not iterable.
+    """Return ``list(value)``. Raises ``ArgumentError`` if the value is not iterable.
 
-    ``param``: the argument, if ``name`` does not end with its name.
+    ``param`` is the name of the argument, if ``name`` does not end with it.
     """
     try:
         return list(value)
@@ -58,13 +59,15 @@ def as_list(name: str, value: Any, expected: str, param: str | None = None) -> l
 def _argument_error(
     name: str, expected: str, value: object, param: str | None = None
 ) -> "ArgumentError":
-    """The error for an argument; ``name`` may be a phrase that ends with the argument's name."""
+    """Create the error for an argument. ``name`` may be a phrase that ends with the argument's
+    name."""
     message = f"{name} must be {expected}, got {short_repr(value)}"
     return ArgumentError(message, param=param or name.split()[-1])
 
 
 def as_int(name: str, value: object, least: int, most: int | None = None) -> int:
-    """``value`` as an int, or an ``ArgumentError`` if it is no integer between the limits."""
+    """Return ``value`` as an int. Raises ``ArgumentError`` if it is not an integer between the
+    limits."""
     value = as_python(value)
     if most is not None and isinstance(value, int) and value > most:
         raise _argument_error(name, f"at most {most:,}", value)
@@ -83,11 +86,11 @@ def normalize_int_field(
 ) -> Any:
     """Check an integer field of a frozen dataclass, store it as a Python int, and return it.
 
-    Fields are compared and hashed, so NumPy's integers must not stay in them. With ``optional``
-    None is allowed.
+    Fields are compared and hashed, so they must not be NumPy integers. If ``optional``, None is
+    allowed.
 
     Raises:
-      ValueError: if the field is no integer between the limits.
+      ValueError: if the field is not an integer between the limits.
     """
     check = as_optional_int if optional else as_int
     value = check(name, getattr(settings, name), least, most)
@@ -96,7 +99,7 @@ def normalize_int_field(
 
 
 def as_bool(name: str, value: object) -> bool:
-    """``value`` as a bool, or an ``ArgumentError`` if it is neither True nor False."""
+    """Return ``value`` as a bool. Raises ``ArgumentError`` if it is neither True nor False."""
     value = as_python(value)
     if not isinstance(value, bool):
         raise _argument_error(name, "True or False", value)
@@ -104,14 +107,14 @@ def as_bool(name: str, value: object) -> bool:
 
 
 def normalize_bool_field(settings: object, name: str) -> None:
-    """``normalize_int_field`` for a bool."""
+    """Check a boolean field of a frozen dataclass, and store it as a Python bool."""
     object.__setattr__(settings, name, as_bool(name, getattr(settings, name)))
 
 
 def check_unicode(what: str, text: str, param: str) -> None:
     """Raise ``ArgumentError`` for a string with a lone surrogate, which can't be encoded.
 
-    If a byte of a command-line argument is not UTF-8, Python decodes it to one.
+    Python decodes bytes of command-line arguments that are not UTF-8 to lone surrogates.
     """
     try:
         text.encode()
@@ -125,12 +128,12 @@ def check_unicode(what: str, text: str, param: str) -> None:
 
 
 def is_traced(x: object) -> bool:
-    """Whether ``x`` is a tracer, so that its values are unknown."""
+    """Whether ``x`` is a tracer, whose values are unknown."""
     return isinstance(x, Tracer)
 
 
 def check_not_traced(what: str, *arrays: object) -> None:
-    """Raise ``ValueError`` inside ``jit`` and other transformations."""
+    """Raise ``ValueError`` if an array is traced, as inside ``jit`` and other transformations."""
     if any(is_traced(array) for array in arrays):
         raise ValueError(f"{what} can't run inside jit, vmap or scan: call it outside")
 
@@ -147,8 +150,8 @@ def check_not_donated(cache: PyTree) -> None:
 def donation_errors(has_cache: bool) -> Iterator[None]:
     """Turn JAX's error about a deleted array into the error of ``check_not_donated``.
 
-    Another thread may donate the cache after the check. ``has_cache``: whether the caller passed a
-    cache.
+    It can still occur after that check, because another thread may donate the cache. ``has_cache``
+    says whether the caller passed a cache.
     """
     try:
         yield
@@ -182,7 +185,7 @@ class KvjaxError(Exception):
 
 
 class ArgumentError(KvjaxError, ValueError):
-    """An argument is wrong: ``param`` is its name, and the message says what is allowed.
+    """An argument is wrong. ``param`` is its name, and the message says what is allowed.
 
     Example:
       ```python
@@ -217,7 +220,7 @@ class CheckpointError(KvjaxError, ValueError):
 
 
 class CacheOverflowError(KvjaxError, RuntimeError):
-    """A traced step appended more tokens than the cache can hold; the tokens were dropped.
+    """A traced step appended tokens that did not fit in the cache. They were dropped.
 
     Example:
       ```python
@@ -261,4 +264,4 @@ class NonFiniteError(KvjaxError, ArithmeticError):
 
 
 class MissingCompilerError(KvjaxError, ImportError):
-    """The compiler for a target device is not installed; the message says how to install it."""
+    """The compiler for a target device is not installed. The message says how to install it."""

@@ -1,4 +1,4 @@
-"""Generation inside a training loop: fixed shapes, one program."""
+"""Generation inside a training loop, as one program with fixed shapes."""
 
 from kvjax.rollouts.results import Rollout
 

@@ -1,4 +1,4 @@
-"""``rollout``: generation as one program, whose parameters are an argument."""
+"""``rollout``: generation as one program, with the model's parameters as an argument."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -58,7 +58,8 @@ from kvjax.sampling.params import (
 
 
 class RolloutSettings(SamplingKeywords, PenaltyKeywords, total=False):
-    """How tokens are sampled. Hooks and the kinds of filters are compiled into the program."""
+    """Settings of how tokens are sampled. Hooks and the kinds of filters are compiled into the
+    program."""
 
     eos_token_ids: int | Sequence[int] | None
     logits_hook: LogitsHook | None
@@ -82,32 +83,34 @@ def rollout(
 ) -> Rollout:
     """Sample ``n`` continuations of each prompt, for a training loop.
 
-    The parameters are an argument: new ones in every step neither compile nor copy anything. A
-    rollout is one program, and may be called inside ``jit``.
+    The model's parameters are an argument, so new parameters in every step compile and copy
+    nothing. A rollout is one program, and may be called inside ``jit``.
 
     Args:
       lm: the model. Its own parameters are not used.
-      params: parameters with the same names, shapes and dtypes.
-      prompts: as for ``generate``; or a pair of arrays, int32[batch, prompt], padded on the right,
-        and int32[batch], the number of tokens in each row. These may be traced; then rows with an
-        invalid prompt are ``broken``. Each width compiles a program. Lists are padded to a power of
-        two, at least 16, unless the model's rotary frequencies depend on the length.
-      n: continuations of each prompt. They share one prefill, and the prompt's full pages if the
-        cache is paged.
-      max_new_tokens: the most new tokens of a row.
+      params: the parameters to use, with the same names, shapes and dtypes as the model's own.
+      prompts: prompts as for ``generate``, or a pair of arrays: tokens int32[batch, prompt], padded
+        on the right, and int32[batch], the number of tokens in each row. The arrays may be traced;
+        rows with an invalid prompt are then marked in ``Rollout.broken``. Each width compiles a
+        program. Lists are padded to a power of two, at least 16, unless the model's rotary
+        frequencies depend on the length.
+      n: the number of continuations of each prompt. They share one prefill and, if the cache is
+        paged, the prompt's full pages.
+      max_new_tokens: the maximum number of new tokens of a row.
       seed: an integer below 2**32, or uint32[], which may be traced. Row ``i`` uses the random
-        numbers of ``generate(seed=seed * 2**32 + i)``, so rows of different seeds never share any.
+        numbers of ``generate(seed=seed * 2**32 + i)``, so rows with different seeds never share
+        random numbers.
       cache: a policy, its name, or a list with one for each layer. On a mesh, the size of the
         ``data`` axis must divide the number of prompts.
-      buffer: the ``cache`` of an earlier rollout with the same shapes, whose memory is reused. It
-        is donated. Without it, an empty cache is made; the program is the same.
-      put: True if the parameters have other dtypes or shardings than the model's, as a trainer's
-        may have: they are passed through ``lm.put``. Or a function that converts them.
-      settings: as for ``generate``, but ``temperature`` is 1 by default.
+      buffer: the ``cache`` of an earlier rollout with the same shapes. Its memory is reused, and it
+        is donated. Without it, an empty cache is created. The program is the same in both cases.
+      put: True to convert the parameters with ``lm.put``, if their dtypes or shardings differ from
+        the model's, as a trainer's may. Or a function that converts them.
+      settings: sampling settings as for ``generate``, but ``temperature`` is 1 by default.
 
     Raises:
-      ValueError: as ``generate``; if the parameters don't match the model's, or the buffer has
-        other shapes.
+      ValueError: for the same reasons as ``generate``, if the parameters don't match the model's,
+        or if the buffer's shapes differ.
 
     Example:
       ```python
@@ -130,7 +133,7 @@ def rollout(
             "policy('auto') moves layers while it runs, but a rollout is one program; give another "
             "policy"
         )
-    # A prompt may have any length up to the width, and fill any part of its last page.
+    # A prompt may have any length up to the width, so its last page may be filled to any extent.
     possible = range(max(1, width - MAX_PAGE_SIZE + 1), width + 1)
     policy = size_pools(lm.config, cache, possible, new, samples, rows=tokens.shape[0])
     spec = _CacheSpec(lm.config, policy, tokens.shape[0], capacity, lm.mesh)
@@ -138,8 +141,8 @@ def rollout(
         buffer = _empty(spec, samples)
     else:
         _check_buffer(buffer, _abstract(spec, samples))
-    # Committed arguments give committed results, which are the next step's arguments: commit both
-    # alike, or the second step would compile again.
+    # Committed arguments give committed results, which are the next step's arguments. Commit both
+    # in the same way, or the second step would compile again.
     params = commit_like(without_weak_types(params), buffer)
     buffer = commit_like(buffer, params)
     return _rollout(
@@ -148,10 +151,10 @@ def rollout(
 
 
 def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Tokens, Counts]:
-    """Prompts as tokens, int32[batch, prompt], and lengths, int32[batch].
+    """Convert prompts to tokens, int32[batch, prompt], and lengths, int32[batch].
 
     Raises:
-      ValueError: if they are not valid prompts.
+      ValueError: if ``prompts`` are not valid prompts.
     """
     if not (isinstance(prompts, tuple) and len(prompts) == 2 and np.ndim(prompts[0]) == 2):
         rows = tokenize_prompts(lm, prompts, [])
@@ -187,7 +190,7 @@ def prompt_arrays(lm: LanguageModel, prompts: Any, new: int) -> tuple[Tokens, Co
 def sampling_of(
     lm: LanguageModel, rows: int, new: int, seed: int | Array, settings: RolloutSettings
 ) -> tuple[Filters, SamplingArrays]:
-    """The static and the traced part of the sampling settings; the seed may be traced."""
+    """Split sampling settings into a static part and arrays. The seed may be traced."""
     keywords: dict[str, Any] = {"temperature": 1.0, **settings}
     min_new = as_int("min_new_tokens", keywords.pop("min_new_tokens", 0), 0)
     if min_new > new:
@@ -211,7 +214,7 @@ def sampling_of(
 
 @dataclass(frozen=True, eq=False)
 class _CacheSpec:
-    """How to create a cache. Equal for models whose caches are equal."""
+    """The arguments to create a cache. Two are equal if they create equal caches."""
 
     config: ModelConfig
     policy: PolicyChoice
@@ -222,7 +225,7 @@ class _CacheSpec:
     def __post_init__(self) -> None:
         policy, config = self.policy, self.config
         policy = tuple(policy) if isinstance(policy, list) else policy
-        # Computed once: every rollout compares it several times.
+        # The key is computed once, because every rollout compares it several times.
         vars(self)["_key"] = (
             layer_heads(config),
             str(model_dtype(config)),
@@ -244,7 +247,7 @@ class _CacheSpec:
         return isinstance(other, _CacheSpec) and vars(self)["_key"] == vars(other)["_key"]
 
     def make(self) -> KVCache:
-        """An empty cache."""
+        """Create an empty cache."""
         return allocate(
             self.config,
             self.policy,
@@ -257,13 +260,13 @@ class _CacheSpec:
 
 @functools.partial(jax.jit, static_argnames=("spec", "n"))
 def _empty(spec: _CacheSpec, n: int) -> KVCache:
-    """The buffer of a first rollout, so that its program is the same as the later ones'."""
+    """Create a buffer for the first rollout, so that it runs the same program as later ones."""
     return repeat(spec.make(), n)
 
 
 @functools.lru_cache(maxsize=64)
 def _abstract(spec: _CacheSpec, n: int) -> KVCache:
-    """The cache that a rollout returns, as shapes."""
+    """Return the shapes of the cache that a rollout returns."""
     return jax.eval_shape(lambda: repeat(spec.make(), n))
 
 
@@ -350,7 +353,7 @@ def _rollout(
 def _history(
     filters: Filters, sequences: Array, lengths: PerRow, vocab: int
 ) -> TokenHistory | None:
-    """The prompts, in the form that filters and hooks need."""
+    """Return the prompts in the form that filters and hooks need; None if they need nothing."""
     if not filters.needs_seen and not filters.needs_tokens:
         return None
     rows = jnp.arange(sequences.shape[0], dtype=jnp.int32)[:, None]

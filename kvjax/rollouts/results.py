@@ -1,4 +1,4 @@
-"""``Rollout``: the result of a rollout, in arrays of fixed shapes."""
+"""``Rollout``: the result of a rollout, as arrays of fixed shapes."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,15 +17,20 @@ from kvjax.core.validation import NonFiniteError
 class Rollout:
     """Sampled continuations, one row each. The ``n`` rows of a prompt are consecutive.
 
-    ``tokens``: int32[rows, prompt + new], each row's prompt, its new tokens directly after it, then
-    padding; ``prompt_lengths``, ``lengths``: int32[rows], the number of prompt and of new tokens.
-    ``logprobs``: float32[rows, new], the log-probability of each new token in the model's own
-    distribution; ``sampling_logprobs``: in the distribution that it was sampled from, after
-    temperature and filters; both 0 after a row's last token. ``ended``: bool[rows], rows that end
-    with an end token; the others reached their limit. ``broken``: bool[rows], rows with logits that
-    are not finite, or with an invalid traced prompt; nothing was sampled from these logits, and
-    other rows are not affected. ``cache``: holds all tokens of each row but the last. Pass it as
-    ``buffer`` to the next rollout.
+    Attributes:
+      tokens: int32[rows, prompt + new], the prompt of each row, directly followed by its new tokens
+        and then by padding.
+      prompt_lengths: int32[rows], the number of prompt tokens.
+      lengths: int32[rows], the number of new tokens.
+      logprobs: float32[rows, new], the log-probability of each new token in the model's
+        distribution, before temperature and filters; 0 after a row's last token.
+      sampling_logprobs: float32[rows, new], the same in the distribution from which the token was
+        sampled, after temperature and filters.
+      ended: bool[rows], whether a row ended with an end token. Otherwise it reached its limit.
+      broken: bool[rows], whether a row has logits that are not finite, or an invalid traced prompt.
+        Nothing was sampled from such logits, and other rows are not affected.
+      cache: the cache with all tokens of each row except the last. Pass it as ``buffer`` to the
+        next rollout.
 
     Example:
       ```python
@@ -47,14 +52,14 @@ class Rollout:
     @property
     @allow_host_to_device
     def mask(self) -> Array:
-        """bool[rows, prompt + new], the positions of new tokens in ``tokens``."""
+        """bool[rows, prompt + new], True at the positions of new tokens in ``tokens``."""
         index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         return (index >= 0) & (index < self.lengths[:, None])
 
     @property
     @allow_host_to_device
     def new_tokens(self) -> Array:
-        """int32[rows, new], the new tokens, 0 after the last of a row."""
+        """int32[rows, new], the new tokens of each row, and 0 after the row's last one."""
         new = self.logprobs.shape[1]
         at = self.prompt_lengths[:, None] + arange_row(new)
         tokens = jnp.take_along_axis(self.tokens, at, axis=1)
@@ -62,25 +67,27 @@ class Rollout:
 
     @allow_host_to_device
     def align(self, numbers: Array) -> Array:
-        """Move values of new tokens, [rows, new], to the positions of these tokens in ``tokens``:
-        [rows, prompt + new], 0 elsewhere. So ``sampling_logprobs`` can be compared with the
-        log-probabilities that a training step computes for ``tokens``."""
+        """Move values of new tokens, [rows, new], to the positions of these tokens in ``tokens``.
+        Returns [rows, prompt + new], with 0 at other positions. Use it to compare
+        ``sampling_logprobs`` with the log-probabilities that a training step computes for
+        ``tokens``."""
         index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         index = jnp.clip(index, 0, numbers.shape[1] - 1)
         return jnp.where(self.mask, jnp.take_along_axis(numbers, index, axis=1), 0)
 
     @property
     def finish_reasons(self) -> tuple[str, ...]:
-        """Why each row ended, ``"eos"`` or ``"length"``. Waits for the device."""
+        """Why each row ended, ``"eos"`` or ``"length"``. Reading this waits for the device."""
         return tuple("eos" if ended else "length" for ended in fetch(self.ended))
 
     def check(self) -> "Rollout":
-        """Raise errors that a program can't raise, and return the rollout. Waits for the device.
+        """Raise the errors that a compiled program can't raise, and return the rollout. This waits
+        for the device.
 
         Raises:
           NonFiniteError: if a row has logits that are not finite, or a traced prompt without tokens
             or with tokens outside of the vocabulary.
-          ValueError: as ``kvjax.check`` for the cache.
+          ValueError: for the same reasons as ``kvjax.check`` of the cache.
         """
         broken = np.flatnonzero(fetch(self.broken))
         if broken.size:
