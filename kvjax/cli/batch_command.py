@@ -33,13 +33,14 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.operations.saving import fingerprint
 
 REQUESTS_PER_ROW = 4
-"""Requests submitted at once for each row of the engine, so that no row is idle."""
+"""The number of unfinished requests per row of the engine. It is large enough that no row is
+idle."""
 DEFAULT_MAX_LEN = 4096
-"""Tokens of a sequence, at most, without ``--max-seq-len``."""
+"""The maximum number of tokens of a sequence, unless ``--max-seq-len`` is given."""
 BAD_LINES = 3
 """The exit code if a line has an error."""
 MAX_REPORTED = 10
-"""Errors of lines that are printed; further ones are only counted."""
+"""The maximum number of errors that are printed. Further errors are only counted."""
 
 NumberedLines = Iterable[tuple[int, bytes]]
 
@@ -152,9 +153,12 @@ def batch(
 class BatchCounts:
     """Counts of lines and tokens.
 
-    ``done``: lines with a text. ``failed``: lines with an error. ``skipped``: lines with an
-    existing result. ``skipped_errors``: skipped lines whose result is an error. The tokens are
-    counted over the lines that are done.
+    Attributes:
+      done: lines for which a text was generated.
+      failed: lines with an error.
+      skipped: lines that already had a result.
+      skipped_errors: skipped lines whose result is an error.
+      prompt_tokens, new_tokens: tokens of the lines in ``done``.
     """
 
     done: int = 0
@@ -172,12 +176,12 @@ class BatchRun:
       engine: an idle engine.
       lm: the engine's model.
       results: the file to append the results to.
-      settings: settings for all lines; a line's own settings override them. The number of a line
-        is added to ``seed``, so that its text does not depend on which lines ran before.
-      key: represents everything that the results depend on, except the lines.
+      settings: settings for all lines. A line's own settings override them. The number of a line is
+        added to ``seed``, so that its text does not depend on which lines ran before.
+      key: a string that identifies everything on which the results depend, except the lines.
       chat: whether prompts are put into the chat template.
-      max_requests: requests that the engine has at once.
-      print_line: prints an error.
+      max_requests: maximum number of unfinished requests in the engine.
+      print_line: a function that prints an error.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class BatchRun:
 
     @property
     def finished(self) -> int:
-        """Lines that this run has finished, with or without an error."""
+        """The number of lines that this run has finished, with or without an error."""
         return self.counts.done + self.counts.failed
 
     def check(self, lines: NumberedLines) -> int:
@@ -226,7 +230,7 @@ class BatchRun:
         return number
 
     def run(self, lines: NumberedLines, total: int | None = None) -> BatchCounts:
-        """Run all lines that have no result; ``total``: the number of lines, if it is known."""
+        """Run all lines that have no result. ``total`` is the number of lines, if it is known."""
         remaining, read = iter(lines), 0
         while True:
             while len(self._running) < self._max_requests:
@@ -299,7 +303,7 @@ class BatchRun:
 
 
 def _report(counts: BatchCounts, stats: EngineStats, seconds: float) -> dict[str, Any]:
-    """The statistics of a run, as ``--json`` prints them."""
+    """Return the statistics of a run, as ``--json`` prints them."""
     return {
         "done": counts.done,
         "failed": counts.failed,
@@ -317,7 +321,7 @@ def _report(counts: BatchCounts, stats: EngineStats, seconds: float) -> dict[str
 
 
 def _summary(report: dict[str, Any], out: Path) -> str:
-    """The last line of a run."""
+    """Return the last line of output of a run."""
     parts = [f"{_lines(report['done'])} done"]
     if report["already_done"]:
         errors = report["failed_before"]
@@ -336,7 +340,7 @@ def _summary(report: dict[str, Any], out: Path) -> str:
 
 
 def _interrupted(done: int, streamed: bool) -> str:
-    """The last line of an interrupted run."""
+    """Return the last line of output of an interrupted run."""
     how = "put the lines into a file to continue" if streamed else "the same command continues"
     return f"kvjax: stopped with {_lines(done)} done: {how}"
 

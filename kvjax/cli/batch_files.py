@@ -1,4 +1,4 @@
-"""The files of ``kvjax batch``: input lines, and the results that are appended for them."""
+"""The files of ``kvjax batch``: input lines, and a file to which their results are appended."""
 
 import contextlib
 import difflib
@@ -43,25 +43,27 @@ _TYPES = {
 RESULT_START = b'{"line": '
 """Every result starts with this."""
 SYNC_SECONDS = 5.0
-"""Results older than this are on the disk, even if the machine fails."""
+"""Results older than this number of seconds are on the disk, so that a failure of the machine does
+not lose them."""
 
 
 def number_lines(file: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file with their numbers, from 1, without surrounding whitespace."""
+    """Yield the lines of a file without surrounding whitespace, each with its number, counted from
+    1."""
     for number, line in enumerate(file, 1):
         yield number, line.strip()
 
 
 def input_key(line: bytes, settings: str) -> str:
-    """A hash of an input line and its settings: 16 hexadecimal digits."""
+    """Return a hash of an input line and its settings, as 16 hexadecimal digits."""
     return hashlib.sha256(settings.encode() + b"\n" + line).hexdigest()[:16]
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
-    """The JSON object of an input line, without fields that are null.
+    """Parse the JSON object of an input line, and drop fields that are null.
 
     Raises:
-      ValueError: if it is not a JSON object.
+      ValueError: if the line is not a JSON object.
     """
     try:
         entry = json.loads(line)
@@ -77,7 +79,7 @@ def parse_line(line: bytes) -> dict[str, Any]:
 
 
 def line_id(entry: dict[str, object]) -> str | int | None:
-    """The ``id`` of an input line, None if it has none or an invalid one."""
+    """Return the ``id`` of an input line, or None if it has no valid one."""
     value = entry.get("id")
     return value if isinstance(value, str | int) else None
 
@@ -87,7 +89,7 @@ class DuplicateIdError(ValueError):
 
 
 class LineIds:
-    """The ids of all lines, to detect duplicates."""
+    """The ids of all lines, used to detect duplicates."""
 
     def __init__(self) -> None:
         self._lines: dict[str | int, int] = {}
@@ -105,12 +107,12 @@ class LineIds:
 def parse_prompt(
     entry: dict[str, Any], lm: LanguageModel, chat: bool
 ) -> tuple[Any, dict[str, Any]]:
-    """The prompt of an input line, as text or token ids, and the line's own settings.
+    """Return the prompt of an input line, as text or token ids, and the line's own settings.
 
-    ``lm``: its chat template renders ``messages``, and with ``chat`` also a ``prompt``.
+    The chat template of ``lm`` renders ``messages`` and, if ``chat``, also a ``prompt``.
 
     Raises:
-      ValueError: with the field that is wrong.
+      ValueError: if a field is wrong. The error names it.
     """
     if unknown := [name for name in entry if name not in _FIELDS]:
         similar = difflib.get_close_matches(unknown[0], _FIELDS, 1)
@@ -152,7 +154,7 @@ def _token_id(text: str) -> int:
 
 
 class _Result(NamedTuple):
-    """The line and the key of an existing result, and whether it is an error."""
+    """An existing result: its line number, its key, and whether it is an error."""
 
     line: int
     key: int
@@ -162,16 +164,16 @@ class _Result(NamedTuple):
 class ResultsFile:
     """A file of results, one per line: ``{"line": number, "input": key, ...}``.
 
-    Results come in any order. Each is appended by a single write, so a process that is killed
-    leaves whole lines and at most one partial line, which the next process cuts off. The file is
+    Results are in any order. Each is appended with a single write. So a process that is killed
+    leaves complete lines and at most one partial line, which the next process removes. The file is
     locked until ``close``.
 
     Args:
-      path: the file; it is created if it does not exist.
+      path: the file. It is created if it does not exist.
       retry_errors: whether errors count as missing results; see ``prepare``.
 
     Raises:
-      ValueError: if another process uses the file, or it holds something else.
+      ValueError: if another process uses the file, or it contains something else.
     """
 
     def __init__(self, path: Path, *, retry_errors: bool = False) -> None:
@@ -189,14 +191,14 @@ class ResultsFile:
 
     @property
     def last_line(self) -> int:
-        """The highest line number with an existing result; 0 without results."""
+        """The highest line number that has a result; 0 if there are no results."""
         return int(self._lines[-1]) if len(self) else 0
 
     def has(self, line: int, key: str) -> bool:
         """Whether a line has an existing result.
 
         Raises:
-          ValueError: if the result has another key.
+          ValueError: if the result's key is not ``key``.
         """
         index = int(np.searchsorted(self._lines, line))
         if index == len(self) or self._lines[index] != line:
@@ -210,16 +212,16 @@ class ResultsFile:
         return line in self._errors
 
     def mismatch(self, line: int) -> ValueError:
-        """The error for a result that does not belong to the input."""
+        """Create the error for a result that does not belong to the input."""
         return ValueError(
             f"{self.path} holds results of other lines or of other settings, first at line {line}: "
             "give another --out"
         )
 
     def prepare(self) -> None:
-        """Prepare for the first result.
+        """Prepare the file for the first new result.
 
-        With ``retry_errors``, the errors are removed: a new file replaces the old one.
+        With ``retry_errors``, results that are errors are removed by replacing the file.
         """
         if self._num_retried:
             self._remove_errors()
@@ -250,15 +252,15 @@ class ResultsFile:
     def append(self, line: int, key: str, result: dict[str, object]) -> None:
         """Append the result of a line."""
         text = to_json({"line": line, "input": key, **result})
-        # JSON writes an unpaired surrogate as the same escape.
+        # ``backslashreplace`` gives the same escape for an unpaired surrogate as JSON.
         data = text.encode("utf-8", "backslashreplace") + b"\n"
-        while data:  # a full disk writes a part, and the second write raises
+        while data:  # a full disk writes only a part, and the next write raises
             data = data[os.write(self._file, data) :]
         if time.monotonic() - self._synced > SYNC_SECONDS:
             self._sync()
 
     def close(self) -> None:
-        """Write everything to the disk, and release the lock."""
+        """Flush the file to the disk, and release the lock."""
         try:
             self._sync()
         finally:
@@ -302,7 +304,7 @@ class ResultsFile:
 
 
 def _parse_result(raw: bytes) -> _Result | None:
-    """A line of the file; None if it is incomplete or not a result."""
+    """Parse a line of the file; None if it is incomplete or not a result."""
     try:
         value: Any = json.loads(raw) if raw.endswith(b"\n") else None
         line, key = value["line"], int(value["input"], 16)
@@ -313,7 +315,8 @@ def _parse_result(raw: bytes) -> _Result | None:
 
 
 def _may_be_partial(raw: bytes) -> bool:
-    """Whether a line may be a partial result: its start, or zeros from an unfinished disk write."""
+    """Whether a line may be a partial result: the start of one, or zeros from an unfinished disk
+    write."""
     return RESULT_START.startswith(raw[: len(RESULT_START)]) or not raw.strip(b"\0")
 
 

@@ -1,4 +1,4 @@
-"""``kvjax bench``: how fast a model decodes on this device, and where the time goes."""
+"""``kvjax bench``: how fast a model decodes on this device, and which parts take the time."""
 
 import contextlib
 import dataclasses
@@ -100,7 +100,8 @@ def bench(
 
 
 def _split_policies(options: list[str] | None) -> list[str]:
-    """The policies of ``--cache``; after a comma, a word without ``=`` starts another policy."""
+    """Split the values of ``--cache`` into policies. After a comma, a word without ``=`` starts
+    another policy."""
     policies: list[str] = []
     for option in options or ["static"]:
         for number, part in enumerate(option.split(",")):
@@ -119,7 +120,7 @@ def _integers(option: str, value: str) -> list[int]:
 
 
 def random_model(name: str, shape: ModelShape, dtype: str | None) -> LanguageModel:
-    """A model of this shape with random weights.
+    """Create a model of the given shape with random weights.
 
     Raises:
       ValueError: if kvjax can't run such a model, or its weights do not fit the memory.
@@ -152,14 +153,15 @@ def random_model(name: str, shape: ModelShape, dtype: str | None) -> LanguageMod
         )
     shapes = architecture.abstract_params()
     keys = iter(jax.random.split(jax.random.key(0), len(jax.tree.leaves(shapes))))
-    # One program for each array: a single program for all would hold them twice.
+    # Use one program per array. A single program for all arrays would need the memory twice.
     like = jax.jit(lambda key, x: 0.02 * jax.random.normal(key, x.shape, x.dtype), static_argnums=1)
     params = jax.tree.map(lambda leaf: Device().put(like(next(keys), leaf)), shapes)
     return LanguageModel(config, params, None, GenerationDefaults(), architecture, source=name)
 
 
 def _memory() -> int | None:
-    """The memory of the device, or of the host for a CPU, in bytes; None if it is unknown."""
+    """Return the memory of the device in bytes, or of the host if the device is a CPU; None if
+    unknown."""
     with contextlib.suppress(ValueError):
         return device_memory()
     with contextlib.suppress(AttributeError, ValueError):  # not on every system

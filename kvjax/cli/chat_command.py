@@ -130,8 +130,8 @@ _HOW_TO_LEAVE = "(Ctrl-D or /exit leaves the chat; /save FOLDER saves it)"
 class ChatLoop:
     """Reads lines from standard input into a chat.
 
-    ``interactive``: whether a user types the lines. Otherwise they come from a file or a pipe, and
-    an interrupt ends the loop. ``failed``: whether a line caused an error.
+    ``interactive`` says whether a user types the lines. Otherwise they come from a file or a pipe,
+    and an interrupt ends the loop. ``failed`` says whether a line caused an error.
     """
 
     def __init__(self, chat: Chat, *, interactive: bool) -> None:
@@ -171,7 +171,7 @@ class ChatLoop:
                 _note(f"({_count(len(self.chat.turns), 'turn')} so far: /show)")
 
     def _lines(self) -> Iterator[str]:
-        """The lines that are not empty, without their line ends."""
+        """Yield the lines that are not empty, without their line ends."""
         while True:
             try:
                 line = input("> ") if self.interactive else input()
@@ -192,7 +192,7 @@ class ChatLoop:
                 yield line.removesuffix("\r")
 
     def _handle(self, line: str) -> bool:
-        """Answer a message or run a command; whether the loop continues."""
+        """Answer a message or run a command. Returns whether the loop continues."""
         name, argument = parse_line(line)
         chat = self.chat
         if name is None:
@@ -219,7 +219,7 @@ class ChatLoop:
             _note(f"(saved in {argument})")
         else:
             assert name == "load" and name in COMMANDS
-            # A saved chat has no draft model, and a draft does not change the text.
+            # A draft model is not saved with a chat, and does not change the text.
             draft = chat.settings.get("draft")
             settings = {} if draft is None else {"draft": draft}
             with show_progress("loading"):
@@ -228,7 +228,8 @@ class ChatLoop:
         return True
 
     def _answer(self, answer: Answer) -> None:
-        """Print an answer as it is generated; an interrupt stops it and keeps what was printed."""
+        """Print an answer while it is generated. An interrupt stops the answer, and the chat keeps
+        the part that was printed."""
         printed = 0
         try:
             first_pieces(answer, "reading the prompt")
@@ -266,7 +267,7 @@ class ChatLoop:
 
 
 def parse_line(line: str) -> tuple[str | None, str]:
-    """The name of a command and its argument; for a message, None and the message.
+    """Return the name of a command and its argument. For a message, return None and the message.
 
     Raises:
       ValueError: for an unknown command, or an argument that the command does not take.
@@ -284,7 +285,8 @@ def parse_line(line: str) -> tuple[str | None, str]:
 
 
 def format_turns(turns: Sequence[Turn], system: str | None) -> str:
-    """The turns with their numbers; turns that the model no longer sees are marked as dropped."""
+    """Format the turns with their numbers. Turns that the model no longer sees are marked as
+    dropped."""
     lines = [] if system is None else [f"system: {system}"]
     first = turns[-1].first if turns else 0
     for index, turn in enumerate(turns):
@@ -294,7 +296,7 @@ def format_turns(turns: Sequence[Turn], system: str | None) -> str:
 
 
 def format_stats(stats: ChatStats) -> str:
-    """The statistics of a chat, one per line."""
+    """Format the statistics of a chat, one per line."""
     fields = asdict(stats)
     report = {name: round(x, 2) if isinstance(x, float) else x for name, x in fields.items()}
     report["remaining_tokens"] = (
@@ -305,7 +307,7 @@ def format_stats(stats: ChatStats) -> str:
 
 
 def _parse_edit(argument: str, turns: int) -> tuple[int, str]:
-    """The index of the turn to edit, and its new message."""
+    """Parse the argument of ``/edit``: the index of the turn to edit, and its new message."""
     number, _, text = argument.partition(" ")
     if not number.isdecimal():
         number, text = str(turns), argument

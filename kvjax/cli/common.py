@@ -20,7 +20,8 @@ from kvjax.placement.mesh import make_mesh, parse_mesh
 
 
 def mesh_from_option(value: str) -> Mesh | Literal["auto"]:
-    """The mesh of ``--mesh``, or ``"auto"`` to let the model loader choose one."""
+    """Make the mesh for the value of ``--mesh``. ``"auto"`` is returned unchanged in a single
+    process, and the model loader then chooses a mesh."""
     if value == "auto":
         if jax.process_count() == 1:
             return "auto"
@@ -44,17 +45,17 @@ def check_dtype(dtype: str | None) -> None:
 
 
 def known_shape(name: str) -> ModelShape:
-    """The well-known shape of that name."""
+    """Return the well-known model shape with this name."""
     if name not in SHAPES:
         raise ValueError(f"unknown shape {name!r}: give one of {', '.join(SHAPES)}")
     return SHAPES[name]
 
 
 def read_text(file: Path | None) -> str:
-    """The UTF-8 text of a file, or of standard input.
+    """Read the UTF-8 text of a file, or of standard input if ``file`` is None.
 
     Raises:
-      ValueError: if it is not UTF-8.
+      ValueError: if the text is not UTF-8.
     """
     raw = sys.stdin.buffer.read() if file is None else file.read_bytes()
     try:
@@ -85,14 +86,15 @@ INTERRUPTED = 130
 
 _MESSAGES: list[Callable[[], str]] = []
 _EXITING = threading.RLock()
-"""Two threads may notice the same interrupt; only one of them exits the process."""
+"""A lock, because two threads may notice the same interrupt, and only one should exit the
+process."""
 
 _RESET_TERMINAL = "\r\x1b[2K\x1b[?25h"
 """Clears the terminal's line, and shows the cursor that a progress display has hidden."""
 
 
 def exit_now(code: int) -> NoReturn:
-    """Exit the process at once, after flushing standard output."""
+    """Exit the process immediately, after flushing standard output."""
     with _EXITING:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
@@ -117,11 +119,11 @@ def message_on_interrupt(message: Callable[[], str]) -> Iterator[None]:
 def exit_on_interrupt() -> Iterator[None]:
     """Exit the process on an interrupt, even during compilation or a running program.
 
-    ``KeyboardInterrupt`` would not do: compilers and running programs do not let exceptions
-    through, JAX discards some that its callbacks raise, and at exit Python would wait for all
+    ``KeyboardInterrupt`` does not suffice. Compilers and running programs do not let exceptions
+    through, JAX discards some exceptions in its callbacks, and at exit Python waits for all
     dispatched work. So a thread waits for the signal.
     """
-    # A shell may have told the process to ignore interrupts; and only the main thread gets signals.
+    # A shell may have set interrupts to be ignored, and only the main thread receives signals.
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if not is_default or threading.current_thread() is not threading.main_thread():
         yield
@@ -148,8 +150,9 @@ def _exit_on_signal(receiver: socket.socket) -> None:
 
 @contextmanager
 def raise_interrupts() -> Iterator[None]:
-    """Inside ``exit_on_interrupt``, raise ``KeyboardInterrupt`` instead, for work that continues
-    after an interrupt. Ignored interrupts stay ignored."""
+    """Within ``exit_on_interrupt``, let an interrupt raise ``KeyboardInterrupt`` instead of
+    exiting. Use this for work that continues after an interrupt. Ignored interrupts stay
+    ignored."""
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield

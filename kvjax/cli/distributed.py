@@ -78,8 +78,8 @@ class DistributedOptions:
 def join_processes(options: DistributedOptions, settings: object) -> Iterator[bool]:
     """Join the other processes, and yield whether this process prints the results.
 
-    A process that fails exits at once: otherwise Python would wait for the others at exit, and
-    they for it. ``settings``: must be the same in all processes.
+    A process that fails exits immediately. Otherwise it would wait for the others at exit, and they
+    would wait for it. ``settings`` must be the same in all processes.
     """
     if not options.distributed:
         yield True
@@ -91,7 +91,7 @@ def join_processes(options: DistributedOptions, settings: object) -> Iterator[bo
         f"{options.start_timeout} seconds: check that all are running, with ids from 0, and that "
         f"process 0 can be reached at {options.coordinator or 'the address from the cluster'}"
     )
-    # JAX aborts with a stack trace at its own timeout, so that one is set to come later.
+    # JAX aborts with a stack trace at its own timeout, so JAX's timeout is set to a later time.
     timer = threading.Timer(options.start_timeout, _fail, [missing])
     timer.daemon = True
     timer.start()
@@ -123,7 +123,7 @@ def join_processes(options: DistributedOptions, settings: object) -> Iterator[bo
         exit_now(INTERRUPTED)
     except Exception as error:
         message = _short(error)
-        # A device error other than missing memory means that a message did not arrive.
+        # A device error other than out-of-memory means that a message did not arrive.
         if jax_0_10_error_code(error) not in (None, RESOURCE_EXHAUSTED):
             message = f"another process of this run has ended, so this one must stop ({message})"
         _fail(message)
@@ -131,7 +131,8 @@ def join_processes(options: DistributedOptions, settings: object) -> Iterator[bo
 
 
 def _check_settings(settings: object) -> None:
-    """End all processes if their settings differ; they would wait for each other forever."""
+    """End all processes if their settings differ, because they would wait for each other
+    forever."""
     checksum = np.uint32(zlib.crc32(repr(settings).encode()))
     checksums = np.ravel(multihost_utils.process_allgather(checksum))
     different = np.flatnonzero(checksums != checksums[0])
@@ -144,7 +145,8 @@ def _check_settings(settings: object) -> None:
 
 
 def _reserve_stdout() -> None:
-    """Print to the real standard output, and send what libraries print there to standard error."""
+    """Redirect what libraries print to standard output to standard error. ``sys.stdout`` still
+    prints to the real standard output."""
     sys.stdout.flush()
     descriptor = os.dup(1)
     os.dup2(2, 1)
@@ -157,6 +159,6 @@ def _short(error: BaseException) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    """Print an error, and exit at once."""
+    """Print an error, and exit immediately."""
     print(f"kvjax: error: {message}", file=sys.stderr, flush=True)
     exit_now(2)

@@ -1,9 +1,9 @@
 """The command line: ``kvjax generate``, ``chat``, ``batch``, ``serve``, ``info``, ``eval``,
 ``plan`` and ``bench``.
 
-Results go to standard output, everything else to standard error. An error that the user can fix (a
-file, an option, a length) is one line, and the exit code is 2. ``KVJAX_DEBUG=1`` shows its
-traceback.
+Results are printed on standard output, everything else on standard error. An error that the user
+can fix (in a file, an option or a length) is printed as one line, and the exit code is 2.
+``KVJAX_DEBUG=1`` shows its traceback.
 """
 
 import os
@@ -28,8 +28,8 @@ from kvjax.cli.serve_command import serve
 from kvjax.core.compat import RESOURCE_EXHAUSTED, jax_0_10_error_code
 from kvjax.core.validation import KvjaxError
 
-# The commands import models, and with them Flax and the tokenizers, only when they run, so that
-# `--help` is fast.
+# Commands import models, and so Flax and the tokenizers, only when they run. This keeps `--help`
+# fast.
 
 app = typer.Typer(
     help="The KV cache for JAX.",
@@ -73,7 +73,7 @@ _SYNONYMS = {
     "--max-tokens": ("--max-new-tokens",),
     "--temp": ("--temperature",),
 }
-"""Options of other programs, with the options of kvjax that do the same."""
+"""Options of other programs, and kvjax's options with the same meaning."""
 
 
 def main() -> None:
@@ -81,7 +81,7 @@ def main() -> None:
 
     Raises:
       SystemExit: with 0 for success, 2 after an error that the user can fix, and 130 after an
-        interrupt. A bug in kvjax raises its own exception.
+        interrupt. Exceptions from bugs in kvjax are not caught.
     """
     prepare_streams()
     try:
@@ -101,7 +101,8 @@ def main() -> None:
 
 
 def _suggestion(error: Any) -> str:
-    """The command's own option for an unknown option of another program."""
+    """Suggest kvjax's option for an unknown option that another program has; empty if there is
+    none."""
     unknown, context = getattr(error, "option_name", None), getattr(error, "ctx", None)
     parameters = [] if context is None else context.command.params
     known = {name for parameter in parameters for name in parameter.opts}

@@ -1,4 +1,4 @@
-"""``kvjax eval``: what cache policies do to a model's predictions."""
+"""``kvjax eval``: how cache policies change a model's predictions."""
 
 from pathlib import Path
 from typing import Annotated, Any

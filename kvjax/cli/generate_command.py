@@ -203,7 +203,7 @@ def _check_options(load: Path | None, save: Path | None, no_cache: bool, chat: b
 
 
 def _parse_logit_bias(options: Iterable[str]) -> dict[int, float]:
-    """The bias of each token."""
+    """Parse the values of ``--logit-bias``. Returns the bias of each token."""
     biases = {}
     for option in options:
         token, _, bias = option.partition("=")
@@ -223,14 +223,14 @@ def _warn(stats: GenerationStats) -> None:
 def _load_text(
     lm: LanguageModel, folder: Path, prompt: str, max_new_tokens: int, max_len: int | None
 ) -> tuple[KVCache, list[int], list[int]]:
-    """Load a saved text, to be continued by ``prompt`` and ``max_new_tokens`` more tokens.
+    """Load a saved text, and make room for ``prompt`` and ``max_new_tokens`` more tokens after it.
 
     Returns:
       The cache, the tokens in the cache, and the tokens to prefill.
 
     Raises:
       CheckpointError: if ``--save-cache`` did not write the folder for this model.
-      ValueError: if ``max_len`` is less than the cache holds.
+      ValueError: if the cache has more than ``max_len`` tokens.
     """
     cache, texts = load_cache(folder, model=lm, max_len=max_len)
     if texts is None or len(texts) != 1:
@@ -252,7 +252,7 @@ def _load_text(
 
 
 def _save_text(lm: LanguageModel, folder: Path, cache: KVCache, tokens: list[int]) -> None:
-    """Save the cache of one text, and all its tokens."""
+    """Save the cache of one text, and all tokens of the text."""
     if cache.batch != 1:
         raise ValueError(
             f"--save-cache saves one row, but the cache has {cache.batch} on this mesh: give a "

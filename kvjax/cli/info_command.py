@@ -61,6 +61,6 @@ def info(
 
 
 def _one_or_all(sizes: Iterable[int]) -> int | list[int]:
-    """The size that all layers have, or the sorted list of their sizes."""
+    """Return the size that all layers have, or the sorted list of their sizes if they differ."""
     distinct = sorted(set(sizes))
     return distinct[0] if len(distinct) == 1 else distinct

@@ -1,7 +1,7 @@
 """Options that several commands share, alone or in groups.
 
-A group is a dataclass whose fields are options. A command takes it as one parameter, and
-``as_command`` replaces that parameter by the options.
+A group is a dataclass whose fields are options. A command has one parameter for the group, and
+``as_command`` replaces this parameter by the options.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Quantization:
     ] = None
 
     def settings(self) -> dict[str, int | None]:
-        """The options as settings of ``kvjax.policy``."""
+        """Return the options as settings of ``kvjax.policy``."""
         return {
             "bits": self.kv_bits,
             "key_bits": self.key_bits,
@@ -121,13 +121,13 @@ class SlidingWindow:
     ] = None
 
     def settings(self) -> dict[str, int | None]:
-        """The options as settings of ``kvjax.policy``."""
+        """Return the options as settings of ``kvjax.policy``."""
         return {"window": self.window, "sinks": self.sinks}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """How layers are kept on the host."""
+    """How layers are stored on the host."""
 
     prefetch: Annotated[
         int | None, typer.Option(help="For a cache on the host: layers to fetch ahead.")
@@ -138,19 +138,19 @@ class Offloading:
     ] = None
 
     def settings(self) -> dict[str, int | str | None]:
-        """The options as settings of ``kvjax.policy``."""
+        """Return the options as settings of ``kvjax.policy``."""
         return {"prefetch": self.prefetch, "memory": self.cache_memory}
 
 
 def cache_policy(
     cache: str, *groups: Quantization | SlidingWindow | Offloading, memory: int | None = None
 ) -> PolicyChoice:
-    """The policy of ``--cache`` and the options that refine it.
+    """Return the policy of ``--cache`` and the option groups ``groups``, which add settings.
 
-    ``memory``: the budget of an automatic cache, in bytes.
+    ``memory`` is the budget of an automatic cache, in bytes.
 
     Raises:
-      ValueError: as ``parse_policy``.
+      ValueError: for the same reasons as ``parse_policy``.
     """
     settings: dict[str, Any] = {"memory": memory}
     for group in groups:
@@ -165,13 +165,13 @@ class SamplingOptions(dict[str, float]):
 
 
 class DrawOptions(SamplingOptions):
-    """``SamplingOptions``, without those that change logits before the draw."""
+    """``SamplingOptions`` without the parameters that change logits before the draw."""
 
     keywords = SamplingKeywords.__annotations__.keys()
 
 
 def _sampling_option(name: str) -> inspect.Parameter:
-    """The option of a sampling parameter; None if it is not given."""
+    """Return the option for a sampling parameter. The option's value is None if it is not given."""
     default = getattr(SamplingParams, name)
     text = PARAMS[name].help.split(". ")[0].removesuffix(".") + "."
     if default is not None:
@@ -188,7 +188,7 @@ def _sampling_option(name: str) -> inspect.Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Drafting:
-    """The options that choose what drafts tokens."""
+    """The options that choose how tokens are drafted."""
 
     draft: Annotated[
         str | None,
@@ -226,7 +226,7 @@ class Drafting:
     def load(
         self, lm: LanguageModel, mesh: JaxMesh | Literal["auto"] | None, dtype: str | None
     ) -> LanguageModel | str | None:
-        """The ``draft`` argument of ``kvjax.generate``."""
+        """Return the ``draft`` argument of ``kvjax.generate``."""
         from kvjax import models
 
         if self.prompt_lookup:
@@ -259,7 +259,7 @@ class GrammarOptions:
     ] = None
 
     def read(self) -> Grammar | None:
-        """The given grammar, read from its file.
+        """Return the given grammar, and read its file if it has one; None if no grammar was given.
 
         Raises:
           ValueError: if several are given, or a file does not exist.
@@ -283,7 +283,7 @@ class GrammarOptions:
 
 
 def make_guide(lm: LanguageModel, grammar: Grammar | None) -> Any:
-    """The ``guide`` argument of ``kvjax.generate``."""
+    """Return the ``guide`` argument of ``kvjax.generate``."""
     if grammar is None:
         return None
     name, value = grammar
@@ -335,10 +335,13 @@ class EngineOptions:
     def engine(
         self, lm: LanguageModel, policy: PolicyChoice, default_len: int, **settings: Any
     ) -> Engine:
-        """An engine of this size.
+        """Create an engine of this size.
 
         Args:
-          default_len: tokens of a sequence, without ``--max-seq-len``.
+          lm: the model.
+          policy: the cache policy.
+          default_len: the maximum number of tokens of a sequence, if ``--max-seq-len`` is not
+            given.
           settings: further arguments of ``Engine``.
         """
         limits = InferenceLimits(
@@ -363,9 +366,9 @@ def _at_most_one(options: dict[str, object]) -> None:
 
 
 def as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function for typer that has the options of the command's groups.
+    """Make a function for typer that has the options of a command's groups as parameters.
 
-    It also expands ``~`` in paths, because shells leave it in ``--out=~/results``.
+    It also expands ``~`` in paths, because shells don't expand it in ``--out=~/results``.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []

@@ -1,4 +1,4 @@
-"""What commands print: progress, statistics, tables, JSON, and streams that can show them."""
+"""Output of commands: progress, statistics, tables, JSON, and the setup of the standard streams."""
 
 import contextlib
 import io
@@ -42,15 +42,15 @@ def prepare_streams() -> None:
 
 
 def to_json(value: Mapping[str, object]) -> str:
-    """A JSON object on one line."""
+    """Format a JSON object on one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def echo_json(value: Mapping[str, object]) -> None:
     """Print a JSON object on one line.
 
-    Where the console lacks a character, all are written as JSON's escapes: the stream's own
-    escapes would not be valid JSON.
+    If the console lacks a character, all non-ASCII characters are written as JSON escapes, because
+    the stream's own escapes are not valid JSON.
     """
     text = to_json(value)
     try:
@@ -61,7 +61,8 @@ def echo_json(value: Mapping[str, object]) -> None:
 
 
 def context_warning(tokens: int) -> str:
-    """The warning for a text that is ``tokens`` longer than the model was trained for."""
+    """Return the warning for a text that is ``tokens`` tokens longer than the model was trained
+    for."""
     return (
         f"kvjax: warning: the text is {tokens:,} token{'s' if tokens > 1 else ''} longer than the "
         "model was trained for: the output may be nonsense"
@@ -69,7 +70,7 @@ def context_warning(tokens: int) -> str:
 
 
 def stats_line(stats: GenerationStats) -> str:
-    """The statistics of one generation, on one line."""
+    """Format the statistics of one generation on one line."""
     moves, speculation = len(stats.moves), stats.speculation
     parts = [
         f"{stats.prompt_tokens} prompt + {stats.new_tokens} new tokens",
@@ -90,12 +91,12 @@ def stats_line(stats: GenerationStats) -> str:
 
 
 def bytes_by_place(sizes: Mapping[str, float]) -> str:
-    """Sizes in bytes and their places: ``1.5 MB device, 3 MB host``."""
+    """Format sizes in bytes with their places, such as ``1.5 MB device, 3 MB host``."""
     return ", ".join(f"{readable_bytes(size)} {place}" for place, size in sizes.items())
 
 
 def format_table(report: Mapping[str, object]) -> str:
-    """A table with a line for each entry: its name and its value."""
+    """Format a table with one line per entry: its name and its value."""
     width = max(map(len, report)) + 2
     return "\n".join(f"{k.replace('_', ' '):<{width}}{_format(v)}" for k, v in report.items())
 
@@ -109,7 +110,7 @@ def _format(value: object) -> str:
 
 
 def texts_as_json(result: GenerationResult) -> list[dict[str, object]]:
-    """The texts of one prompt as JSON objects, with their scores."""
+    """Convert the texts of one prompt to JSON objects, with their scores."""
     texts: list[dict[str, object]] = []
     for row, (text, tokens) in enumerate(zip(result.text, result.tokens, strict=True)):
         entry: dict[str, object] = {"text": text, "tokens": tokens}
@@ -122,7 +123,7 @@ def texts_as_json(result: GenerationResult) -> list[dict[str, object]]:
 
 
 def texts_with_headings(result: GenerationResult) -> str:
-    """The texts of one prompt, each after a line with its number and score."""
+    """Format the texts of one prompt, each after a line with its number and score."""
     parts = []
     for row, text in enumerate(result.text):
         scores = result.sequence_scores
@@ -132,13 +133,13 @@ def texts_with_headings(result: GenerationResult) -> str:
 
 
 def score_as_json(score: TokenScore) -> dict[str, object]:
-    """A token's log-probabilities as a JSON object."""
+    """Convert a token's log-probabilities to a JSON object."""
     likeliest = [[token, _finite(logprob)] for token, logprob in score.top_logprobs]
     return {"logprob": _finite(score.logprob), "top_logprobs": likeliest}
 
 
 def _finite(number: float) -> float | None:
-    """A number, or None for an infinity, which JSON can't represent."""
+    """Return a number, or None for an infinity, which JSON can't represent."""
     return number if math.isfinite(number) else None
 
 
@@ -147,9 +148,9 @@ _T = TypeVar("_T")
 DELAY = 1.5
 """Seconds before the progress of a task is shown."""
 SHORT_DELAY = 0.3
-"""The same, where a user waits for an answer."""
+"""Seconds before progress is shown where a user waits for an answer."""
 LINE_INTERVAL = 15.0
-"""Seconds between lines of progress, where standard error is no terminal."""
+"""Seconds between lines of progress, if standard error is not a terminal."""
 
 
 @contextmanager
@@ -159,8 +160,9 @@ def show_progress(
     """Show the progress of the work in this context on standard error.
 
     On a terminal, a progress bar appears after ``after`` seconds. It also says when a program is
-    compiled. Elsewhere ``lines`` prints a line now and then. Yields a function that prints a line
-    on standard error; nothing else may write to the terminal meanwhile.
+    compiled. If standard error is not a terminal, a line is printed at intervals if ``lines``.
+    Yields a function that prints a line on standard error. Within this context, nothing else may
+    write to the terminal.
     """
     if not sys.stderr.isatty():
         with progress_callback(_print_lines(_print)) if lines else contextlib.nullcontext():
@@ -200,7 +202,7 @@ def show_progress(
     def on_compile(begins: bool) -> None:
         display.update(bar, description=f"{task}: compiling (once)" if begins else task)
 
-    # The display has a thread of its own, so that it is drawn while this thread waits.
+    # The display runs in another thread, so that it is drawn while this thread waits.
     timer = threading.Timer(after, display.start)
     timer.daemon = True
     timer.start()
@@ -217,10 +219,10 @@ def show_progress(
 
 
 def first_pieces(pieces: Iterator[_T], task: str) -> list[_T]:
-    """The first piece of a text, with progress shown until it arrives.
+    """Return the first piece of a text, and show progress until it arrives.
 
-    On a terminal, the first two: progress can't be shown after text has been printed, and the
-    second piece compiles the decode loop.
+    On a terminal, return the first two pieces. The second one compiles the decode loop, and
+    progress can't be shown after text has been printed.
     """
     with show_progress(task, after=SHORT_DELAY):
         first = list(itertools.islice(pieces, 1))
@@ -235,7 +237,8 @@ def _print(line: str) -> None:
 
 
 def _print_lines(print_line: Callable[[str], None]) -> ProgressCallback:
-    """A callback that prints a line of progress at intervals of at least ``LINE_INTERVAL``."""
+    """Return a callback that prints a line of progress at intervals of at least ``LINE_INTERVAL``
+    seconds."""
     last = time.monotonic()
 
     def on_progress(task: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""``kvjax plan``: the memory of a model and its cache, and what fits, before anything is loaded."""
+"""``kvjax plan``: the memory of a model and its cache, and what fits, without loading anything."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ def plan(
 
     if sum(x is not None for x in (model, config, shape)) > 1 or (revision and not model):
         raise ValueError("give one of --model (with its --revision), --config and --shape")
-    # With a memory, a mesh or a device, the plan is for devices that may not be here.
+    # With --memory, --mesh or --device, the plan is for devices that may not be attached.
     local = memory is None and mesh is None and config is None and device is None
     target = Device().target() if local else Target("elsewhere")
     if device is not None:
@@ -204,7 +204,7 @@ def _print_fits(fits: list[CacheFit]) -> None:
 
 
 def _abstract_mesh(value: str) -> AbstractMesh:
-    """The mesh of ``--mesh``, without devices."""
+    """Return the mesh of ``--mesh`` as an abstract mesh, which has no devices."""
     if value == "auto":
         raise ValueError("--mesh auto depends on local devices: give a size, such as tensor=4")
     sizes = parse_mesh(value)
@@ -219,9 +219,9 @@ def _read_model(
     dtype: str | None,
     target: Target,
 ) -> tuple[Plannable, int | None]:
-    """The model to plan for, and its training context in tokens.
+    """Return the model to plan for, and its training context in tokens.
 
-    If kvjax can run the model, its config is read as ``load`` reads it.
+    If kvjax can run the model, its config is read in the same way as by ``load``.
     """
     from kvjax.models.architecture import Architecture
     from kvjax.models.config_json import read_config
@@ -256,10 +256,10 @@ def _plan_for_device(
     max_len: int,
     as_json: bool,
 ) -> None:
-    """Plan with a device's own compiler, and print a row for each policy.
+    """Plan with the compiler of a device, and print a row for each policy.
 
-    ``mesh``: plan for a mesh of such devices. ``choices``: policies by name; by default those that
-    ``what_fits`` compares, except the one on the host.
+    ``mesh`` plans for a mesh of such devices. ``choices`` has policies by name. By default they are
+    the policies that ``what_fits`` compares, except the one on the host.
     """
     from kvjax.memory.device_plan import plan_on
 
@@ -320,9 +320,9 @@ def _print_device_plans(plans: dict[str, DevicePlan]) -> None:
 
 
 def _too_large(plans: dict[str, DevicePlan], divisible: bool) -> str:
-    """Why some caches do not fit, in a sentence; empty if all fit.
+    """Return a sentence that says why some caches do not fit; empty if all fit.
 
-    ``divisible``: whether the model can be divided among devices.
+    ``divisible`` says whether the model can be divided among devices.
     """
     large = [title for title, plan in plans.items() if plan.fits is False]
     if not large:

@@ -15,7 +15,7 @@ from kvjax.core.array_folder import expand_user
 from kvjax.core.reporting import parse_bytes
 
 DEFAULT_MAX_LEN = 4096
-"""Tokens of a sequence, at most, without ``--max-seq-len``."""
+"""The maximum number of tokens of a sequence, unless ``--max-seq-len`` is given."""
 
 
 def serve(

@@ -1,8 +1,8 @@
 """Beam search in an engine: the host's steps, and the program that copies rows.
 
-A search has one row for each beam. Its rows report their likeliest tokens, the host takes a step of
-``kvjax.generation.beams.step`` with these candidates, and rows of beams that were dropped continue
-from others.
+A search has one row for each beam. The rows report their most likely tokens. With these candidates,
+the host takes a step of ``kvjax.generation.beams.step``. Rows of beams that were dropped then
+continue from other rows.
 """
 
 import contextlib
@@ -41,10 +41,10 @@ class BeamResult:
     """A finished beam.
 
     Args:
-      text: its new text.
-      tokens: its new tokens.
-      score: the sum of its log-probabilities, normalized by the length penalty.
-      logprobs: log-probabilities of its tokens, if requested.
+      text: the new text.
+      tokens: the new tokens.
+      score: the sum of the tokens' log-probabilities, normalized by the length penalty.
+      logprobs: log-probabilities of the tokens, if requested.
       finish_reason: ``"eos"`` or ``"length"``.
       guide: the request's guide after these tokens, if it has one.
       starts: for each token, the number of characters of ``text`` before it.
@@ -60,11 +60,12 @@ class BeamResult:
 
 
 class BeamSearchState:
-    """A request's beam search while it runs; each beam is a row from the second token on.
+    """A request's beam search while it runs. From the second token on, each beam is a row.
 
-    ``width``: number of beams; ``running``: whether the search has rows; ``active``: beams that
-    take part in the next dispatch; ``chosen``: their newest tokens and parent beams, int[width]
-    each; None before the first step, and once the rows have been branched.
+    ``width`` is the number of beams. ``running`` says whether the search has rows. ``active`` lists
+    the beams that take part in the next dispatch. ``chosen`` has the newest token and the parent of
+    each beam, as two arrays int[width]. It is None before the first step, and after the rows have
+    been branched.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
@@ -75,26 +76,26 @@ class BeamSearchState:
         self.reset()
 
     def reset(self) -> None:
-        """Start over after preemption; outputs still in flight are ignored."""
+        """Start over after a preemption. Outputs that are still in flight are ignored."""
         self.running = False
         self.active, self.chosen = [0], None
         self._history = History(self.width)
         self._candidates: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._steps: list[tuple[np.ndarray, np.ndarray]] = []
         self._guides: BeamGuides | None = None
-        # The last step, which the guides must still accept:
+        # The last step, in which the guides have not yet been advanced:
         self._pending: tuple[np.ndarray, np.ndarray, np.ndarray] | None = None
         self._mask_words = 0
 
     def begin(self) -> None:
-        """Start the search; the first row prefills the prompt."""
+        """Start the search. The first row prefills the prompt."""
         self.running = True
         with _on_host():
             since = np.zeros(self.width, np.int32)
             self._state = fetch(_initial_state(np.ones(1, bool), since, self._beams, None))
 
     def token_mask(self, beam: int, words: int) -> np.ndarray:
-        """uint32[words]: bits of the tokens that the guide allows next after a beam."""
+        """Return uint32[words]: a bit for each token, set if the guide allows it after a beam."""
         self._mask_words = words
         if self._guides is None:
             guides: Any = [self._request.guide] * self.width
@@ -106,8 +107,9 @@ class BeamSearchState:
         return self._masks[beam]
 
     def add_candidates(self, scores: Scores, at: int, beam: int) -> bool:
-        """Add a beam's likeliest next tokens, entry ``at`` of ``Scores`` on the host; take a step
-        once all active beams have theirs. Returns whether the search has ended."""
+        """Add the most likely next tokens of a beam, which are row ``at`` of ``scores`` (on the
+        host). When all active beams have added theirs, take a step. Returns whether the search has
+        ended."""
         ids, likeliest = np.asarray(scores.top_ids[at, 0]), np.asarray(scores.top_logprobs[at, 0])
         self._candidates[beam] = ids, likeliest
         if len(self._candidates) == len(self.active):
@@ -115,7 +117,7 @@ class BeamSearchState:
         return bool(self._state.done.all())
 
     def results(self) -> list[BeamResult]:
-        """The best sequences of a search that has finished, best first."""
+        """Return the best sequences of a finished search, best first."""
         request, finished = self._request, self._state.finished
         if request.logprobs is not None:
             scores = self._scores(finished.length - 1, finished.beam, finished.token)
@@ -146,7 +148,7 @@ class BeamSearchState:
             ids[beam], likeliest[beam] = candidates
         self._candidates = {}
         self._steps.append((ids, likeliest))
-        # The step runs on a small vocabulary: all candidates, in the order of the full one.
+        # The step uses a small vocabulary that has only the candidates, in the order of their ids.
         vocab = np.unique(ids)
         logprobs = np.full((self.width, ids.size), -np.inf, np.float32)
         rows = np.arange(self.width)[:, None]
@@ -185,7 +187,8 @@ class BeamSearchState:
             return fetch(_advance(state, logprobs, logprobs, eos, params, limit, self._beams, None))
 
     def _scores(self, steps: np.ndarray, beams: np.ndarray, tokens: np.ndarray) -> Scores:
-        """Scores of tokens that were chosen after ``beams`` in ``steps``, int[1, n] each."""
+        """Return the scores of tokens. Each token was chosen in a step after a beam; ``steps``,
+        ``beams`` and ``tokens`` are int[1, n]."""
         places = zip(np.maximum(steps, 0).ravel(), beams.ravel(), strict=True)
         candidates = [
             (self._steps[step][0][beam], self._steps[step][1][beam]) for step, beam in places
@@ -198,12 +201,15 @@ class BeamSearchState:
 
 @pytree_dataclass
 class BranchInputs:
-    """Rows that continue from others.
+    """Rows that continue from other rows. The arrays without a shape below are int32[rows].
 
-    ``count``: int32[], how many of ``sources`` and ``targets`` count, int32[rows] each; no target
-    is also a source. ``pages``: for each cache group, source and target pages to copy, int32[rows]
-    each, -1 for none. ``rows``, ``tokens``: rows and their new newest tokens, int32[rows] each,
-    padded with a number that is not a row.
+    Attributes:
+      count: int32[], the number of valid entries in ``sources`` and ``targets``.
+      sources, targets: the row to copy from and the row to copy to. No target is also a source.
+      pages: for each cache group, the pages to copy from and the pages to copy to. Entries of -1
+        are skipped.
+      rows, tokens: rows, and the newest token to set for each. ``rows`` is padded with a number
+        that is not a row.
     """
 
     count: Array
@@ -221,8 +227,14 @@ class BranchInputs:
         pages: Sequence[Sequence[tuple[int, int]]],
         newest: Sequence[tuple[int, int]],
     ) -> "BranchInputs":
-        """Pad (source, target) ``pairs`` of rows, source and target ``pages`` of each cache group,
-        and (row, token) pairs of ``newest`` to an engine's number of rows."""
+        """Make the inputs, padded to an engine's number of rows.
+
+        Args:
+          rows: the engine's number of rows.
+          pairs: (source, target) pairs of rows.
+          pages: for each cache group, (source, target) pairs of pages.
+          newest: (row, token) pairs.
+        """
 
         def columns(values: Sequence[tuple[int, int]], fill: int) -> Any:
             padded = np.full((2, rows), fill, np.int32)
@@ -239,11 +251,11 @@ class BranchInputs:
 def branch(
     engine_state: EngineState, inputs: BranchInputs, *, groups: LayerGroups
 ) -> tuple[EngineState, None]:
-    """Copy what rows have outside of full pages, and their progress, from sources to targets; then
-    set newest tokens.
+    """Copy the state of rows from sources to targets, except for full pages, and then set newest
+    tokens.
 
-    ``groups``: the layer numbers of each cache group. ``history`` is not copied: beam searches do
-    not use it.
+    ``groups`` has the layer indices of each cache group. ``history`` is not copied, because beam
+    searches do not use it.
     """
     cache = engine_state.cache
 
@@ -267,8 +279,8 @@ def branch(
 
 
 def _without_forbidden(score: TokenScore) -> TokenScore:
-    """Drop tokens that the guide forbids. They fill up the list of the likeliest tokens if the
-    guide allows only a few."""
+    """Remove tokens that the guide forbids from a score. They fill up the list of the most likely
+    tokens if the guide allows only a few."""
     return replace(score, top_logprobs=tuple(x for x in score.top_logprobs if x[1] > -np.inf))
 
 
@@ -281,6 +293,6 @@ def _cpu() -> JaxDevice | None:
 
 
 def _on_host() -> AbstractContextManager[object]:
-    """Run small programs on the CPU, so that they do not queue after the device's."""
+    """Run small programs on the CPU, so that they do not wait for programs on the device."""
     device = _cpu()
     return contextlib.nullcontext() if device is None else jax.default_device(device)

@@ -1,7 +1,7 @@
-"""The pages of an engine: how many each pool has, and which request has which.
+"""The pages of an engine: the size of each pool, and which request has which pages.
 
-A request is admitted with pages, shares the pages of its cached prefix, and when it is preempted,
-its pages are swapped to the host.
+When a request is admitted, it gets pages, and shares the pages of its cached prefix. When it is
+preempted, its pages are swapped to the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,15 +32,16 @@ from kvjax.prefixes.sequences import match_prompts
 from kvjax.prefixes.tiers import retry_lost_entries
 
 EVICTION_SHARE = 16
-"""Cached prefixes are evicted in batches: what is missing, plus the pool divided by this number."""
+"""Cached prefixes are evicted in batches. A batch frees the missing pages, plus the size of the
+pool divided by this number."""
 
 
 class CacheManager:
-    """Gives pages to sequences, and keeps cached prefixes in the rest of the pools.
+    """Gives pages to sequences, and keeps cached prefixes in the remaining pages of the pools.
 
-    ``host_bytes``: host memory for swapped requests and evicted prefixes; ``sharing``: whether
-    requests share prefixes; ``swapped_bytes``: bytes of swapped requests; ``weight_version``:
-    number of the current parameters, a part of the prefix cache's keys.
+    ``host_bytes`` is the host memory for swapped requests and evicted prefixes. ``sharing`` says
+    whether requests share prefixes. ``swapped_bytes`` is the size of swapped requests.
+    ``weight_version`` counts updates of the parameters, and is part of the prefix cache's keys.
     """
 
     def __init__(self, runner: ModelRunner, host_bytes: int, sharing: bool) -> None:
@@ -50,8 +51,8 @@ class CacheManager:
         self._transfers: list[Transfer] = []
 
     def ensure_free(self, pages: list[int]) -> bool:
-        """Whether this many pages of each pool are free, after evicting cached prefixes that no
-        request uses."""
+        """Evict cached prefixes that no request uses until ``pages`` pages of each pool are free.
+        Returns whether they are."""
         pools = self._prefixes.pool.allocators
         if all(len(pool.free) >= count for pool, count in zip(pools, pages, strict=True)):
             return True
@@ -64,13 +65,14 @@ class CacheManager:
         return freed
 
     def admit(self, seq: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Give a new sequence the pages of its prompt's cached prefix. Returns whether enough pages
-        are free for its prompt and for the next rounds of ``running`` sequences."""
+        """Give a new sequence the pages of its prompt's cached prefix. Returns False, and gives it
+        nothing, if too few pages are free for its prompt and for the next rounds of the ``running``
+        sequences."""
         # The scores of a prompt need the logits of all its tokens.
         sharing = self._sharing and seq.handle.request.prompt_logprobs is None
         if self._try_admit(seq, running, sharing):
             return True
-        # If nothing else runs, the cached prefix itself may occupy the pages that are missing.
+        # If nothing else runs, the cached prefix itself may use the missing pages.
         return sharing and not running and self._try_admit(seq, running, False)
 
     def _try_admit(
@@ -105,8 +107,9 @@ class CacheManager:
         return True
 
     def _reserved(self, running: Sequence[RunningSequence]) -> list[int]:
-        """One page of each group for each sequence that will take more. Otherwise a new sequence
-        would be preempted at once. Beams may take a page whenever they branch."""
+        """Return the number of pages of each group to keep free: one for each sequence that will
+        take more pages. Otherwise a new sequence would be preempted immediately. Beams may take a
+        page whenever they branch."""
         pages = [0] * len(self._pool_config.groups)
         for seq in running:
             needs = self._tables.needs_pages(seq.row, seq.handle.request.max_length)
@@ -115,7 +118,8 @@ class CacheManager:
         return pages
 
     def _upcoming_length(self, seq: RunningSequence, length: int) -> int:
-        """Tokens that a row of ``length`` tokens will have after the next rounds."""
+        """Return the number of tokens that a row with ``length`` tokens will have after the next
+        rounds."""
         return min(length + self._runner.max_rounds, seq.handle.request.max_length)
 
     def drop_prefixes(self) -> None:
@@ -125,7 +129,7 @@ class CacheManager:
         self._prefixes.radix.roots.clear()
 
     def release(self, seq: RunningSequence) -> None:
-        """Take the rows and pages of a sequence back."""
+        """Free the rows and pages of a sequence."""
         for row in seq.rows:
             self._tables.release(row)
             self._runner.sampling_state.clear(row)
@@ -148,21 +152,22 @@ class CacheManager:
         self._prefixes.keep_pages(namespace, prompt[:whole], tables)
 
     def take_transfers(self) -> list[Transfer]:
-        """The transfers that were started since the last call."""
+        """Return the transfers that were started since the last call."""
         transfers, self._transfers = self._transfers, []
         return transfers
 
     def complete(self, transfers: Sequence[Transfer]) -> None:
-        """Complete transfers whose step has come back."""
+        """Complete transfers, after the output of their step has arrived."""
         for transfer in transfers:
             transfer()
         if transfers:
             self._prefixes.tiers.enforce_limits()
 
     def swap_out(self, seq: RunningSequence) -> bool:
-        """Start copying all that a sequence has to the host; False if that does not fit. Its rows
-        and pages must still be released."""
-        # Sequences with drafts may have pages past their end. Beam searches start over.
+        """Start copying a sequence's pages and state to the host. Returns False, and copies
+        nothing, if it does not fit or can't be swapped. The caller must still release its rows and
+        pages."""
+        # Sequences with drafts may have pages after their end. Preempted beam searches start over.
         if seq.handle.drafts is not None or seq.handle.beams is not None:
             return False
         pages = self._tables.pages_of(seq.row)
@@ -185,8 +190,8 @@ class CacheManager:
         return True
 
     def swap_in(self, seq: RunningSequence, running: Sequence[RunningSequence]) -> bool:
-        """Give a swapped sequence its pages and state again. Returns whether enough pages are free
-        for it and for the next rounds of ``running`` sequences."""
+        """Give a swapped sequence its pages and state back. Returns False, and does nothing, if too
+        few pages are free for it and for the next rounds of the ``running`` sequences."""
         swapped = seq.handle.swapped
         assert swapped is not None
         length, reserved = self._upcoming_length(seq, swapped.length), self._reserved(running)
@@ -210,7 +215,8 @@ class CacheManager:
             handle.swapped = None
 
     def set_params(self, params: PyTree) -> None:
-        """Use new parameters from now on; prefixes of the old ones are no longer shared."""
+        """Use new parameters from now on. Prefixes computed with the old parameters are no longer
+        shared."""
         self._runner.params = params
         self._prefixes.forget_weights(self.weight_version)
         self.weight_version += 1
@@ -243,9 +249,10 @@ def _locked(path: Sequence[Node]) -> Iterator[None]:
 
 
 DEFAULT_ROWS = 8
-"""Rows of an engine whose limits have no ``max_batch_size``."""
+"""The number of rows of an engine whose limits have no ``max_batch_size``."""
 DEFAULT_MEMORY_RATIO = 0.9
-"""The share of the device memory left by the weights that pools take by default, at most."""
+"""By default, pools take at most this fraction of the device memory that is free after the
+weights."""
 
 
 def engine_pool_config(
@@ -261,11 +268,14 @@ def engine_pool_config(
     draft_bytes: int,
     rotary_len: int | None = None,
 ) -> PoolConfig:
-    """The pools for these arguments of ``Engine``. If they give no size, pools hold all rows at
-    full length, or as much as fits next to the weights and a draft model's ``draft_bytes``.
+    """Compute the pools for these arguments of ``Engine``.
+
+    If neither ``pages`` nor ``memory`` is given, pools have pages for all rows at full length. If
+    these do not fit, they take the memory that is left by the weights and a draft model's
+    ``draft_bytes``.
 
     Raises:
-      ValueError: as ``Engine``.
+      ValueError: for the same reasons as ``Engine``.
     """
     chunk = as_int("prefill_chunk", prefill_chunk, 1, INT32_MAX)
     longest_write = max(chunk, rounds, 1 + MAX_DRAFT_TOKENS)
@@ -312,12 +322,12 @@ def engine_pool_config(
 
 
 def max_pages_per_row(config: PoolConfig) -> int:
-    """Maximum number of pages of one pool that a row uses."""
+    """Return the maximum number of pages of one pool that a row uses."""
     return max(group.page_group.layout.columns for group in config.groups)
 
 
 def max_sequence_length(lm: LanguageModel, limits: InferenceLimits) -> int:
-    """Maximum number of tokens of a request, prompt and new tokens together.
+    """Return the maximum number of tokens of a request, prompt and new tokens together.
 
     Raises:
       ValueError: if neither ``limits`` nor the model has a limit.
@@ -331,8 +341,8 @@ def max_sequence_length(lm: LanguageModel, limits: InferenceLimits) -> int:
 
 
 def with_window_slack(policies: Sequence[CachePolicy], slack: int) -> list[CachePolicy]:
-    """The policies, with paged windows that keep at least ``slack`` tokens more, so that a program
-    can write a whole chunk at once."""
+    """Give paged windows a slack of at least ``slack`` tokens, so that a program can write a whole
+    chunk in one call. Returns all policies."""
     widened = []
     for policy in policies:
         layout = as_paged(policy.layout)

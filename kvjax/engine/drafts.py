@@ -1,4 +1,4 @@
-"""Which draft a request uses, and how many tokens it drafts next."""
+"""Choice of a request's draft, and of how many tokens it drafts next."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,17 +21,19 @@ from kvjax.generation.guides.masks import Guide
 from kvjax.generation.loaded_model import LanguageModel
 
 ENGINE_DRAFT = "engine"
-"""As ``draft`` of a request: the draft that the engine was created with."""
+"""The value of a request's ``draft`` that means the draft with which the engine was created."""
 MAX_DRAFT_TOKENS = 7
-"""Maximum number of drafted tokens that one pass verifies."""
+"""The maximum number of drafted tokens that one pass verifies."""
 
 AdjustCost = Callable[[DraftCost], DraftCost]
-"""Turns the cost of drafting for a single row into the cost next to the rows that decode now."""
+"""A function that adjusts the cost of drafting for a single row to the rows that are decoding at
+the same time."""
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """A request's draft and its ``cost``; None drafts as many tokens as possible."""
+    """A request's draft and its ``cost``. If the cost is None, as many tokens as possible are
+    drafted."""
 
     draft: Draft
     cost: DraftCost | None
@@ -41,8 +43,8 @@ class DraftPlan:
 class DraftPlanner:
     """Chooses the draft of each request of an engine.
 
-    ``engine_draft``: what the engine was created with; ``batch_size``: how many rows are verified
-    in one pass.
+    ``engine_draft`` is the draft with which the engine was created. ``batch_size`` is the number of
+    rows that one pass verifies.
     """
 
     lm: LanguageModel
@@ -51,15 +53,15 @@ class DraftPlanner:
     batch_size: int
 
     def plan(self, draft: DraftChoice | None, guide: Guide | None, beams: int) -> DraftPlan | None:
-        """The plan of a request with this ``draft`` argument; None for no draft.
+        """Choose the draft of a request with this ``draft`` argument; None for no draft.
 
         Raises:
-          ValueError: if ``draft`` is neither a draft nor ``"engine"``, or is another model than the
-            engine's; if the guide has no ``copy()``.
+          ValueError: if ``draft`` is neither a draft nor ``"engine"``, is a model that is not the
+            engine's draft model, or if the guide has no ``copy()``.
         """
         copyable = guide is None or hasattr(guide, "copy")
         if isinstance(draft, str) and draft == ENGINE_DRAFT:
-            # The default: requests that cannot be drafted go without.
+            # This is the default. Requests for which tokens can't be drafted use no draft.
             chosen = self.engine_draft if copyable and beams == 1 else None
         else:
             chosen = resolve_draft(self.lm, draft)
@@ -83,9 +85,10 @@ class DraftPlanner:
 
 
 class DraftState:
-    """A request's drafts while it runs: recent acceptance, and the lookup table of its text.
+    """A request's drafts while it runs: the recent acceptance, and the lookup table of its tokens.
 
-    ``by_model``: whether the engine's draft model proposes the tokens; if not, they are looked up.
+    ``by_model`` says whether the engine's draft model proposes the tokens. Otherwise they are
+    looked up.
     """
 
     def __init__(self, plan: DraftPlan, tokens: Sequence[int]) -> None:
@@ -102,11 +105,12 @@ class DraftState:
             self._lookup.push(tokens)
 
     def relative_cost(self, limit: int, adjust: AdjustCost, known: bool) -> float:
-        """The cost of a token with drafts of at most ``limit`` tokens, relative to the cost without
-        drafts: infinity if nothing can be drafted, 1 if drafts are not adaptive.
+        """Return the cost of a token with drafts of at most ``limit`` tokens, divided by the cost
+        without drafts. It is infinity if nothing can be drafted, and 1 if draft lengths are not
+        adaptive.
 
-        ``known``: whether all tokens of the request are known, so that they can be looked up;
-        otherwise the lookup is assumed to find a match.
+        ``known`` says whether all tokens of the request are known, so that the lookup can run.
+        Otherwise it is assumed to find a match.
         """
         if self._cost is None:
             return 1.0
@@ -122,22 +126,23 @@ class DraftState:
         return not self._worthwhile(min(limit, self._max_tokens), adjust)
 
     def next(self, limit: int, adjust: AdjustCost) -> tuple[int, list[int]]:
-        """How many tokens to verify next, at most ``limit``; and the tokens, if they were looked
-        up."""
+        """Return how many tokens to verify next, at most ``limit``, and the tokens themselves if
+        they are looked up."""
         limit = max(min(limit, self._max_tokens), 0)
         tokens = None if self._lookup is None else self._lookup.propose(limit)
         count = self._worthwhile(limit if tokens is None else len(tokens), adjust)
         return count, (tokens or [])[:count]
 
     def record(self, count: int, accepted: int) -> None:
-        """Record how many of ``count`` drafted tokens were accepted; ``push`` has them already."""
+        """Record that ``accepted`` of ``count`` drafted tokens were accepted. Call this after
+        ``push``."""
         drafted, right, active = _array(count), _array(accepted), _array(True)
         self._acceptance = self._acceptance.updated(
             drafted, right, self._max_tokens, self._cost, active
         )
 
     def _worthwhile(self, available: int, adjust: AdjustCost) -> int:
-        """How many of the ``available`` tokens are worth drafting."""
+        """Return how many of the ``available`` tokens are worth drafting."""
         if self._acceptance.cooldown > 0 or not available:
             return 0
         cost, count = self._cost and adjust(self._cost), _array(available)
@@ -145,7 +150,7 @@ class DraftState:
 
 
 class LookupTable:
-    """Proposes the tokens that followed the request's newest n-gram earlier in its text; see
+    """Proposes the tokens that followed an earlier occurrence of the request's newest n-gram; see
     ``PromptLookup``."""
 
     def __init__(self, draft: PromptLookup, tokens: Sequence[int]) -> None:
@@ -162,7 +167,7 @@ class LookupTable:
             self._text.append(token)
 
     def propose(self, limit: int) -> list[int]:
-        """``limit`` tokens; none if no n-gram at the end of the text occurred before."""
+        """Propose ``limit`` tokens, or none if no n-gram at the end of the text occurred before."""
         for count in range(self._draft.max_ngram, self._draft.min_ngram - 1, -1):
             end = self._ends.get(tuple(self._text[-count:])) if count <= len(self._text) else None
             if end is not None:
@@ -172,5 +177,5 @@ class LookupTable:
 
 
 def _array(value: int) -> Any:
-    """An array for a batch of one."""
+    """Return an array for a batch of one."""
     return np.array([value])

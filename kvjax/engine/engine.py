@@ -38,57 +38,58 @@ from kvjax.prefixes.sequences import CachedSequences
 
 
 class Engine:
-    """Serves many requests at once with continuous batching, chunked prefill, a paged cache and
-    shared prefixes.
+    """Serves many requests at the same time, with continuous batching, chunked prefill, a paged
+    cache and shared prefixes.
 
-    ``submit`` adds a request at any time. Each ``step`` dispatches programs for all of them, and
-    collects the output of earlier steps. Requests are scheduled by ``priority``, then in order.
+    ``submit`` adds a request at any time. Each ``step`` dispatches programs for all requests, and
+    collects the output of earlier steps. Requests are scheduled by ``priority``, then in the order
+    of submission.
 
-    A request's result does not depend on the other requests: its random numbers depend on its seed
-    and its tokens' indices alone. With ``batch_invariant`` its logits are also bitwise the same as
-    if it ran alone, whether or not it shares a prefix or is preempted. The exception is a request
-    with drafts, whose logits may differ in their last bits.
+    A request's random numbers depend only on its seed and on the indices of its tokens, not on
+    other requests. With ``batch_invariant``, its logits are also bitwise the same as if it ran
+    alone, whether or not it shares a prefix or is preempted. The exception is a request with
+    drafts, whose logits may differ in their last bits.
 
-    When pages run out, cached prefixes are evicted first. Then the last request in order is
-    preempted: the one with the highest ``priority``, and among these the newest. Its state is
-    swapped to the host if ``host_memory`` allows; otherwise it is computed again. The request then
-    continues where it stopped.
+    When no pages are free, cached prefixes are evicted first. Then the request that was scheduled
+    last is preempted: the newest of those with the highest ``priority``. Its state is swapped to
+    the host if ``host_memory`` allows; otherwise it is recomputed. Later the request continues
+    where it stopped.
 
     Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve",
     arXiv:2403.02310 (chunked prefill); Kwon et al., "PagedAttention", arXiv:2309.06180.
 
     Args:
-      lm: the model, on one device or on a mesh with a ``tensor`` axis alone.
-      policy: cache policy, as for ``PrefixTree``: layers with pages or windows, at least one with
-        pages.
+      lm: the model, on one device or on a mesh that has only a ``tensor`` axis.
+      policy: the cache policy, as for ``PrefixTree``. Every layer must have pages or a window, and
+        at least one must have pages.
       limits: ``max_batch_size`` is the number of rows, 8 by default. ``max_seq_len`` is the maximum
         number of tokens of a request, prompt and new tokens together; by default all positions of
         the model. ``cache_memory_ratio`` and ``device_memory`` size the pools if neither ``pages``
         nor ``memory`` is given. ``prefetch_steps`` is the number of steps that are dispatched
         before the output of an earlier one is needed.
-      pages: pages of each pool.
-      memory: bytes of all pools, or text such as ``"2GiB"``, instead of ``pages``. By default the
-        pools hold all rows at full length, or, if these do not fit, take nine tenths of the device
-        memory that is free after the weights.
+      pages: the number of pages of each pool.
+      memory: the size of all pools in bytes, or as text such as ``"2GiB"``, instead of ``pages``.
+        By default the pools have pages for all rows at full length. If these do not fit, the pools
+        take nine tenths of the device memory that is free after the weights.
       prefill_chunk: maximum number of prompt tokens that are computed together.
       max_num_batched_tokens: maximum number of tokens in a step, including padding; by default
         ``prefill_chunk`` plus one for each row.
       decode_steps: maximum number of tokens that a row decodes in one dispatch. Stop strings and
-        new requests take effect after it.
-      batch_invariant: see above. Without it, the decode batch is smaller when few rows are running,
+        new requests take effect after the dispatch.
+      batch_invariant: see above. If False, the decode batch is smaller when few rows are running,
         CPUs read pages in place when most of the pool is in use, and shared prefixes are not
         rounded down to whole chunks.
       prefix_cache: whether requests share prefixes.
       checkpoint_every: as for ``PrefixTree``.
-      host_memory: bytes, or text, for preempted requests and evicted prefixes.
+      host_memory: host memory for preempted requests and evicted prefixes, in bytes or as text.
       draft: the default draft of requests, as for ``generate``. A draft model has its own rows and
         pages, and ``update_params`` does not change its parameters. Requests draft only when all
         decoding rows do, and only if it saves time.
       rotary_len: as for ``init_cache``.
 
     Raises:
-      ValueError: as ``PrefixTree``; if the draft does not fit the model; if a limit is too small
-        for a single token.
+      ValueError: for the same reasons as ``PrefixTree``, if the draft does not fit the model, or if
+        a limit is too small for a single token.
 
     Example:
       ```python
@@ -166,7 +167,7 @@ class Engine:
 
     @without_mesh_context
     def compile(self) -> Compiled:
-        """Compile all programs in advance; otherwise each is compiled when it is first needed.
+        """Compile all programs in advance. Without this, each is compiled when it is first needed.
 
         Two programs are always compiled when they are first needed: the selection step of a beam
         search, for each number of beams, and prefill with ``prompt_logprobs``.
@@ -184,37 +185,38 @@ class Engine:
         callback: Callable[[Handle], None] | None = None,
         **settings: Unpack[RequestParams],
     ) -> Handle:
-        """Add a request, from any thread; its tokens come with the steps that follow.
+        """Add a request, from any thread. Its tokens are computed by the following steps.
 
         Args:
           prompt: a text, or token ids.
-          callback: called with the handle, in the thread of ``step``, when the request has new
-            output or has ended.
+          callback: a function that is called with the handle, in the thread of ``step``, when the
+            request has new output or has ended.
           max_new_tokens, stop, eos_token_ids: as for ``generate``.
           {sampling parameters}
           logit_bias: as for ``generate``.
           seed: the seed of the request's random numbers.
-          logprobs: a number ``k``, at most 20: report the log-probability of each new token, and
-            the ``k`` most likely tokens.
-          prompt_logprobs: the same for each prompt token after the first, as
+          logprobs: a number ``k``, at most 20. The log-probability of each new token and the ``k``
+            most likely tokens are reported.
+          prompt_logprobs: like ``logprobs``, for each prompt token after the first, in
             ``Handle.prompt_logprobs``. The whole prompt is then computed, even if a prefix of it is
             cached.
-          guide: constrains which tokens may come next: one of ``Guides``, or any
-            ``kvjax.generation.guides.masks.Guide``.
+          guide: a guide from ``Guides``, or any ``kvjax.generation.guides.masks.Guide``. It
+            constrains which tokens may come next.
           draft: ``"lookup"`` or a ``PromptLookup``, as for ``generate``, with at most 7 tokens;
-            None for no draft. By default ``"engine"``: the engine's own draft, but none for a beam
-            search or for a guide without ``copy``.
+            None for no draft. The default ``"engine"`` means the engine's draft, except in a beam
+            search or with a guide that has no ``copy``, where it means none.
           tenant: requests share prefixes only with requests of the same tenant.
-          priority: a whole number; lower ones are scheduled first.
-          deadline: seconds after which the request ends with what it has.
-          num_beams, n, length_penalty, early_stopping: a beam search, as for ``generate``. Each
-            beam takes a row. At the end ``Handle.beam_results`` has the ``n`` best sequences, and
-            the handle's tokens and text are those of the best one. A preempted search starts over.
-            Penalties and ``logit_bias`` do not work with beams; ``num_beams`` and the number of end
-            tokens are together at most 20.
+          priority: an integer. Lower numbers are scheduled first.
+          deadline: seconds after which the request ends with the tokens that it has.
+          num_beams, n, length_penalty, early_stopping: settings of a beam search, as for
+            ``generate``. Each beam takes a row. At the end ``Handle.beam_results`` has the ``n``
+            best sequences, and the handle's tokens and text are those of the best one. A preempted
+            search starts over. Penalties and ``logit_bias`` do not work with beams. The sum of
+            ``num_beams`` and the number of end tokens must be at most 20.
 
         Raises:
-          ValueError: naming the argument, its value and the limit.
+          ValueError: if an argument is wrong. The error names the argument, its value and the
+            limit.
         """
         request = self.check(prompt, **settings)
         handle = Handle(request, next(self._numbers), self._runner.lm.tokenizer, callback)
@@ -223,7 +225,8 @@ class Engine:
 
     @explicit_signature(RequestParams, RequestOptions)
     def check(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Request:
-        """The request that ``submit`` would add, or the ``ValueError`` that it would raise."""
+        """Return the request that ``submit`` would add, or raise the ``ValueError`` that it would
+        raise."""
         return parse_request(
             self._draft_planner,
             self.pool_config,
@@ -233,13 +236,14 @@ class Engine:
         )
 
     def cancel(self, handle: Handle) -> None:
-        """End a request with what it has, from any thread; the next step frees its pages."""
+        """End a request with the tokens that it has, from any thread. The next step frees its
+        pages."""
         self._inbox.append(lambda: handle.done or self._end(handle, "cancelled"))
 
     @without_mesh_context
     def step(self) -> bool:
-        """Dispatch the next programs, and collect the output of earlier ones. Steps of several
-        threads run one after the other.
+        """Dispatch the next programs, and collect the output of earlier ones. Steps in different
+        threads run one after another.
 
         Returns:
           Whether there is more to do.
@@ -263,7 +267,7 @@ class Engine:
         changed, step = self._process_inbox(), InFlightStep()
         try:
             self._scheduler.dispatch(step)
-        finally:  # programs that were dispatched before an error are collected as well
+        finally:  # programs that were dispatched before an error are collected too
             self._in_flight.add(step)
         # Each request fits into the pools alone, so one of them always makes progress.
         assert self._in_flight or changed or not self._scheduler.handles, (
@@ -279,8 +283,8 @@ class Engine:
     def run(
         self, prompts: Sequence[str | Sequence[int]], **settings: Unpack[RequestParams]
     ) -> list[Handle]:
-        """Submit one request for each prompt, and step until all have ended. Prompt ``n`` gets
-        ``seed + n``, and a copy of the guide."""
+        """Submit one request for each prompt, and call ``step`` until all have ended. Prompt ``n``
+        gets the seed ``seed + n`` and a copy of the guide."""
         seed, guide, handles = settings.get("seed", 0), settings.get("guide"), []
         if guide is not None and len(prompts) > 1 and not hasattr(guide, "copy"):
             raise ValueError("several prompts need a guide with copy(), one copy for each")
@@ -299,11 +303,12 @@ class Engine:
         """Draw ``samples`` samples of a prompt, with seeds ``seed``, ``seed + 1`` and so on.
 
         Returns:
-          The ``n`` samples with the highest mean log-probability, one by default, best first; as
-          ``best_of`` of ``generate``.
+          The ``n`` samples with the highest mean log-probability (``n`` is 1 by default), best
+          first, like ``best_of`` of ``generate``.
 
         Raises:
-          ValueError: as ``submit``; if ``samples`` is less than ``n``; for a beam search.
+          ValueError: for the same reasons as ``submit``, if ``samples`` is less than ``n``, or for
+            a beam search.
           NonFiniteError: if logits are not finite.
         """
         n = as_int("n", settings.pop("n", 1), 1)
@@ -320,8 +325,8 @@ class Engine:
         return [handles[row] for row in rows.tolist()]
 
     def stream(self, handle: Handle) -> Iterator[Piece]:
-        """A request's output piece by piece. Each step also serves all other requests. A stream
-        that is abandoned can be continued later, or the request cancelled.
+        """Yield a request's output piece by piece. Each step also serves all other requests. If you
+        stop iterating, you can continue later with another stream, or cancel the request.
 
         Raises:
           NonFiniteError: if the request's logits are not finite.
@@ -330,8 +335,8 @@ class Engine:
 
     def update_params(self, params: PyTree) -> None:
         """Replace the model's parameters from the next step on, from any thread. Running requests
-        continue with the new parameters and their old keys and values; cached prefixes of the old
-        parameters are not shared any more.
+        continue with the new parameters and their old keys and values. Cached prefixes that the old
+        parameters computed are no longer shared.
 
         Raises:
           ValueError: if shapes, dtypes or devices differ from the current parameters.
@@ -340,7 +345,7 @@ class Engine:
         self._inbox.append(lambda: self._cache_manager.set_params(params))
 
     def stats(self) -> EngineStats:
-        """Counters and current use, from any thread."""
+        """Return counters and current use, from any thread."""
         scheduler = self._scheduler
         return EngineStats(
             **self._counters.as_dict(),
@@ -354,7 +359,7 @@ class Engine:
         )
 
     def _process_inbox(self) -> bool:
-        """Handle new requests, cancellations and deadlines; whether there were any."""
+        """Handle new requests, cancellations and deadlines. Returns whether there were any."""
         changed = bool(self._inbox)
         while self._inbox:
             self._inbox.popleft()()
@@ -364,7 +369,7 @@ class Engine:
         return changed or bool(overdue)
 
     def _end(self, handle: Handle, reason: str) -> None:
-        """End a request, waiting or running."""
+        """End a request that is waiting or running."""
         handle.finish("error" if handle.error is not None else reason)
         self._scheduler.end(handle)
         handle.notify()

@@ -1,4 +1,4 @@
-"""A submitted request: its handle, and programs in flight whose outputs reach it."""
+"""The handle of a submitted request, and how the outputs of programs in flight reach it."""
 
 import time
 from collections import deque
@@ -28,7 +28,8 @@ _Args = TypeVarTuple("_Args")
 
 @dataclass
 class Times:
-    """When the stages of a request were reached, by ``time.monotonic``; None before that."""
+    """The times at which a request reached its stages, from ``time.monotonic``. None means not
+    yet."""
 
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -41,9 +42,9 @@ class Piece(NamedTuple):
     """New output of a request since the last piece.
 
     Args:
-      text: new text.
-      tokens: new tokens.
-      scores: their log-probabilities, if requested.
+      text: the new text.
+      tokens: the new tokens.
+      scores: the log-probabilities of ``tokens``, if requested.
       starts: for each token, the number of characters of the request's text before it.
     """
 
@@ -55,12 +56,15 @@ class Piece(NamedTuple):
 
 @dataclass
 class SwappedState:
-    """What a preempted request's row had, copied to the host.
+    """The pages and state of a preempted request's row, copied to the host.
 
-    ``length``, ``sampled``: as in ``RunningSequence``; ``layers``, ``progress``: as from
-    ``programs.save_row``; ``columns``: for each cache group, the columns of its page table;
-    ``pages``: for each cache group, returns the contents of these pages, one by one; ``nbytes``:
-    bytes of all this.
+    Attributes:
+      length, sampled: as in ``RunningSequence``.
+      layers, progress: as returned by ``programs.save_row``.
+      columns: for each cache group, the columns of the page table that have pages.
+      pages: for each cache group, a function that returns the contents of these pages, one by one.
+      nbytes: the size of all this in bytes.
+      on_host: whether the copy is complete.
     """
 
     length: int
@@ -87,16 +91,16 @@ class Handle:
     """A request that was submitted to an engine.
 
     Args:
-      request: its parameters.
+      request: the parameters of the request.
       number: 1 for the engine's first request, and so on.
 
     Attributes:
-      error: the exception that ended the request, else None.
-      cached_tokens: prompt tokens that were found in the prefix cache.
+      error: the exception that ended the request, or None.
+      cached_tokens: number of prompt tokens that were found in the prefix cache.
       preemptions: how often the request lost its row and pages to others.
-      times: when it was submitted, admitted, and so on.
-      beam_results: the best sequences of a finished beam search, best first; the
-        handle's ``tokens`` and ``text`` come from the best.
+      times: when the request was submitted, admitted, and so on.
+      beam_results: the best sequences of a finished beam search, best first; the handle's
+        ``tokens`` and ``text`` are those of the best one.
 
     Example:
       ```python
@@ -131,11 +135,12 @@ class Handle:
         self._scores: list[TokenScore] = []
         self._prompt_scores: list[TokenScore] = []
         self._taken = 0
-        # State of the engine. All sampled tokens, including any after a stop string:
+        # The fields below are used by the engine. All sampled tokens, including any after a stop
+        # string:
         self.generated: list[int] = []
         # Dispatched programs whose output the request still waits for:
         self.in_flight = 0
-        # What it has on the host while it is preempted:
+        # The state on the host while the request is preempted:
         self.swapped: SwappedState | None = None
         plan = request.draft_plan
         self.drafts = None if plan is None else DraftState(plan, request.tokens)
@@ -147,48 +152,49 @@ class Handle:
 
     @property
     def rows(self) -> int:
-        """Number of rows that it occupies while it runs."""
+        """The number of rows that the request occupies while it runs."""
         return 1 if self.beams is None else self.beams.width
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the request has ended."""
         return self._text.finish_reason is not None
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"``, ``"deadline"`` or
-        ``"error"``; None before that."""
+        """Why the request ended: ``"eos"``, ``"stop"``, ``"length"``, ``"cancelled"``,
+        ``"deadline"`` or ``"error"``. None until it ends."""
         return self._text.finish_reason
 
     @property
     def tokens(self) -> list[int]:
-        """Its new tokens."""
+        """The request's new tokens."""
         return self._text.tokens
 
     @property
     def text(self) -> str:
-        """Its new text; empty if the model has no tokenizer."""
+        """The request's new text; empty if the model has no tokenizer."""
         return self._text.text
 
     @property
     def starts(self) -> list[int]:
-        """For each of its ``tokens``, the number of characters of ``text`` before it."""
+        """For each of ``tokens``, the number of characters of ``text`` before it."""
         return self._text.starts()
 
     @property
     def logprobs(self) -> list[TokenScore] | None:
-        """Log-probabilities of its ``tokens``, if requested."""
+        """The log-probabilities of ``tokens``, if requested."""
         return None if self.request.logprobs is None else self._scores[: len(self.tokens)]
 
     @property
     def prompt_logprobs(self) -> list[TokenScore | None] | None:
-        """Log-probabilities of the prompt tokens that were computed, if requested; None for the
-        first token, which follows nothing."""
+        """The log-probabilities of the prompt tokens computed so far, if requested. The first entry
+        is None, because nothing precedes the first token."""
         return None if self.request.prompt_logprobs is None else [None, *self._prompt_scores]
 
     def take(self) -> Piece:
-        """The output since the last call, without text that a stop string may still remove."""
+        """Return the output since the last call, without text that a stop string may still
+        remove."""
         text, tokens = self._text.take()
         start, self._taken = self._taken, self._taken + len(tokens)
         starts = self._text.starts(start)[: len(tokens)]
@@ -197,9 +203,9 @@ class Handle:
     def pieces(
         self, step: Callable[[], object], stepping: AbstractContextManager[object]
     ) -> Iterator[Piece]:
-        """Yield its output, and call ``step`` when there is none; see ``Engine.stream``.
+        """Yield the request's output, and call ``step`` when there is none; see ``Engine.stream``.
 
-        ``stepping`` is the lock that steps hold.
+        ``stepping`` is the lock that is held during steps.
         """
         while True:
             with stepping:  # a step in another thread may be adding the last piece
@@ -214,12 +220,12 @@ class Handle:
                 return
 
     def add_prompt_scores(self, start: int, scores: Scores) -> None:
-        """Store the scores of the prompt tokens that follow the tokens of a chunk, which begins at
-        token ``start``."""
+        """Store the scores of prompt tokens. The chunk that begins at token ``start`` gives the
+        scores of the token after each of its tokens."""
         most, following = self.request.prompt_logprobs, len(self.request.tokens) - 1 - start
         assert most is not None
         new = token_scores(fetch(scores), 0, 0, max(following, 0), most)
-        # After preemption the prompt is computed again: keep the scores that callers may have read.
+        # After a preemption the prompt is computed again. Keep scores that callers may have read.
         self._prompt_scores[start : start + len(new)] = new
 
     def add_tokens(self, tokens: Sequence[int], scores: Sequence[TokenScore]) -> None:
@@ -240,19 +246,19 @@ class Handle:
             self.times.newest_token = now
 
     def add_beam_results(self) -> None:
-        """Store the results of the finished beam search; the best beam gives the tokens."""
+        """Store the results of the finished beam search, and take the tokens from the best beam."""
         assert self.beams is not None
         self.beam_results = self._call_user(self.beams.results) or []
         for best in self.beam_results[:1]:
             tokens, scores = best.tokens, best.logprobs or []
             self.add_tokens(tokens[:-1], scores[:-1])
             if self.request.guide is not None:
-                # Grammar guides notice in ``allowed`` that nothing can follow.
+                # In ``allowed``, grammar guides notice that no token can follow.
                 self._call_user(self.request.guide.allowed)
             self.add_tokens(tokens[-1:], scores[-1:])
 
     def finish(self, reason: str) -> None:
-        """End the request, unless it has ended."""
+        """End the request, unless it has already ended."""
         self._text.finish(reason)
         if self.times.finished is None:
             self.times.finished = time.monotonic()
@@ -263,8 +269,8 @@ class Handle:
             self._call_user(self._callback, self)
 
     def token_mask(self, words: int, beam: int = 0) -> np.ndarray | None:
-        """uint32[words]: bits of the tokens that the guide allows next, after a ``beam`` of a
-        search; None without a guide."""
+        """Return uint32[words]: a bit for each token, set if the guide allows it next. In a beam
+        search, this is after the beam ``beam``. Returns None without a guide."""
         guide = self.request.guide
         if guide is None or self.error is not None:
             return None
@@ -273,15 +279,15 @@ class Handle:
         return self._call_user(guide_mask, guide, words)
 
     def set_draft_masks(self, draft: Sequence[int], masks: np.ndarray) -> None:
-        """Write the token mask, and those after each token of ``draft``, into uint32[1 + n,
-        words]."""
+        """Write the token mask, and the masks after each token of ``draft``, into ``masks``
+        (uint32[1 + n, words])."""
         mask = self.token_mask(masks.shape[1])
         if mask is not None:
             masks[0] = mask
             self._call_user(draft_masks, self.request.guide, draft, masks, self.request.eos)
 
     def _call_user(self, function: Callable[[Unpack[_Args]], _T], *args: *_Args) -> _T | None:
-        """Call a guide or callback of the user. If it raises, only this request ends."""
+        """Call a user's guide or callback. If it raises, only this request ends."""
         try:
             return function(*args)
         except Exception as error:
@@ -290,15 +296,16 @@ class Handle:
 
 
 Transfer = Callable[[], None]
-"""Completes a copy to the host that was started before, so that the device can free the arrays."""
+"""A function that completes a copy to the host, after which the device can free the arrays."""
 Entry = tuple[int, Handle, int]
-"""A place in a program's output, the request it is for, and the request's number of new tokens
-before the program, or the beam."""
+"""A row index in a program's output, the request to which the row belongs, and a number: how many
+new tokens the request had before the program or, in a beam search, the index of the beam."""
 
 
 @dataclass
 class InFlightStep:
-    """The programs that a step has dispatched, and transfers that complete with them."""
+    """The programs that a step has dispatched, and the transfers that can be completed after
+    them."""
 
     programs: list[tuple[ProgramOutput, list[Entry]]] = field(default_factory=list)
     transfers: list[Transfer] = field(default_factory=list)
@@ -318,8 +325,8 @@ class InFlightStep:
 class InFlightSteps:
     """Steps in flight, oldest first.
 
-    ``complete``: called with the transfers of a step that has come back; ``end``: called with a
-    request that has ended, and its reason.
+    ``complete`` is called with the transfers of a step whose outputs have arrived. ``end`` is
+    called with a request that has ended, and the reason.
     """
 
     def __init__(
@@ -335,15 +342,17 @@ class InFlightSteps:
         return len(self._steps)
 
     def add(self, step: InFlightStep) -> None:
-        """Add a step, unless it has dispatched nothing."""
+        """Add a step, if it has dispatched programs."""
         if step.programs:
             self._steps.append(step)
 
     def collect(self, remaining: int) -> None:
-        """Wait until at most ``remaining`` steps are in flight, and pass on their outputs."""
+        """Wait until at most ``remaining`` steps are in flight, and give the outputs of the others
+        to their requests."""
         while len(self._steps) > remaining:
             step, start = self._steps[0], time.perf_counter()
-            # An interrupt while waiting leaves the step in place, to be collected later.
+            # An interrupt while waiting leaves the step in the queue, so that it is collected
+            # later.
             outputs = fetch([output for output, _ in step.programs])
             self._counters.waiting_seconds += time.perf_counter() - start
             self._steps.popleft()
@@ -355,7 +364,7 @@ class InFlightSteps:
                         self._apply(output, place, handle, before)
 
     def abandon(self) -> list[Handle]:
-        """Forget all steps after a failure. Returns the requests that waited for them."""
+        """Remove all steps, after a failure. Returns the requests that waited for them."""
         steps, self._steps = self._steps, deque()
         return [
             handle for step in steps for _, entries in step.programs for _, handle, _ in entries
@@ -375,9 +384,13 @@ def apply_output(
 ) -> tuple[int, str | None]:
     """Give a request its new tokens.
 
-    ``output``: ``ProgramOutput`` on the host; ``before``: the third item of ``Entry``. A request
-    that is computed again after a preemption has some of the tokens already. Returns the number of
-    new tokens, and why the request ends, None if it continues.
+    Args:
+      output: the output of a program, on the host.
+      place, handle, before: the parts of an ``Entry``.
+
+    Returns:
+      The number of new tokens, and why the request ends; None if it continues. A request that is
+      recomputed after a preemption already has some of the tokens, which are not counted.
     """
     if handle.beams is not None:
         return _apply_beam(output, place, handle, handle.beams, before)
@@ -398,7 +411,8 @@ def apply_output(
 def _apply_beam(
     output: ProgramOutput, place: int, handle: Handle, beams: BeamSearchState, beam: int
 ) -> tuple[int, str | None]:
-    """``apply_output`` for one row of a beam search, whose tokens are known only at the end."""
+    """Do the work of ``apply_output`` for one row of a beam search, whose tokens are known only at
+    the end."""
     if not beams.running:
         return 0, None
     if output.broken[place]:

@@ -26,23 +26,26 @@ from kvjax.sampling.filters import ALL_ALLOWED
 from kvjax.sampling.history import TokenHistory, make_history
 
 MIN_CHUNK_WIDTH = 16
-"""Smallest width that a prompt chunk is padded to."""
+"""The minimum width to which prompt chunks are padded."""
 MAX_CHUNK_WIDTHS = 5
-"""Maximum number of chunk widths, each half the next; each is a compiled program."""
+"""The maximum number of chunk widths. Each is half the next larger one, and a separate program."""
 MAX_BATCH_SIZES = 3
-"""Maximum number of batch sizes for decoding, each half the next; each is a compiled program. An
-exact engine has a single size, since another size may multiply in another order."""
+"""The maximum number of batch sizes for decoding. Each is half the next larger one, and a separate
+program. An exact engine has a single size, because a different size may sum in a different
+order."""
 
 
 class ModelRunner:
     """Owns the cache of ``count`` rows, whose pages are in the pools of ``prefixes``.
 
-    ``params``: the parameters that programs run with; ``chunk_widths``: widths of prompt chunks,
-    ascending; ``batch_sizes``: numbers of rows that decode together, ascending; ``max_rounds``:
-    maximum number of decode rounds in one dispatch; ``exact``: results of a row do not depend on
-    the others; ``max_rewind``: how many of its newest tokens a row can drop, None for all;
-    ``allocated``: the fields ``weight_bytes``, ``pool_bytes`` and ``row_bytes`` of
-    ``EngineStats``.
+    Attributes:
+      params: the parameters with which programs run.
+      chunk_widths: widths of prompt chunks, ascending.
+      batch_sizes: numbers of rows that decode together, ascending.
+      max_rounds: maximum number of decode rounds in one dispatch.
+      exact: whether a row's results are bitwise independent of the other rows.
+      max_rewind: the number of newest tokens that a row can remove; None for all.
+      allocated: the fields ``weight_bytes``, ``pool_bytes`` and ``row_bytes`` of ``EngineStats``.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class ModelRunner:
         self.batch_sizes = [count]
         while not exact and self.batch_sizes[0] > 1 and len(self.batch_sizes) < MAX_BATCH_SIZES:
             self.batch_sizes.insert(0, -(-self.batch_sizes[0] // 2))
-        # All arguments of programs are committed. Otherwise parameters of a trainer, which are
+        # All arguments of programs are committed. Otherwise a trainer's parameters, which are
         # committed, would make JAX compile every program again.
         cache = allocate(
             lm.config,
@@ -93,15 +96,16 @@ class ModelRunner:
 
     @property
     def history(self) -> TokenHistory:
-        """The tokens of rows whose sampling or draft needs them."""
+        """The tokens of the rows whose sampling or draft needs them."""
         return self._state.history
 
     def chunk_width(self, tokens: int) -> int:
-        """The width that a chunk of ``tokens`` tokens is padded to."""
+        """Return the width to which a chunk of ``tokens`` tokens is padded."""
         return next(width for width in self.chunk_widths if width >= tokens)
 
     def prefill(self, seq: RunningSequence, length: int) -> ProgramOutput:
-        """Dispatch the next ``length`` tokens of a prompt; the row has their pages."""
+        """Dispatch the prefill of the next ``length`` tokens of a prompt. The row must already have
+        their pages."""
         start, end = seq.length, seq.length + length
         last = end == len(seq.prompt)
         mask = seq.handle.token_mask(mask_words(self.lm.config)) if last else None
@@ -120,8 +124,8 @@ class ModelRunner:
         )
 
     def append(self, row: int, tokens: Sequence[int], start: int, min_width: int = 1) -> None:
-        """Dispatch tokens of a row that has ``start`` tokens, without choosing a new token; the row
-        has their pages."""
+        """Dispatch the prefill of tokens after the ``start`` tokens of a row, without choosing a
+        new token. The row must already have their pages."""
         fresh = start == 0 and len(tokens) > 0
         self._prefill(row, tokens, start, fresh, min_width=min_width)
 
@@ -168,10 +172,14 @@ class ModelRunner:
     def decode(
         self, decoding: Sequence[tuple[RunningSequence, int]], min_rows: int = 0
     ) -> tuple[ProgramOutput, list[int]]:
-        """Dispatch rounds of decoding for sequences whose rows have the pages.
+        """Dispatch rounds of decoding. The rows must already have the pages.
 
-        ``decoding``: each sequence and its number of rounds; ``min_rows``: smallest batch size.
-        Returns the output, and the place of each of the sequences' rows in it.
+        Args:
+          decoding: sequences, each with its number of rounds.
+          min_rows: minimum batch size.
+
+        Returns:
+          The output, and the index in it of each of the sequences' rows.
         """
         entries = [(seq, rounds, *entry) for seq, rounds in decoding for entry in seq.entries]
         size = next(n for n in self.batch_sizes if n >= max(len(entries), min_rows))
@@ -196,8 +204,9 @@ class ModelRunner:
         return output, places
 
     def select(self, rows: list[int], size: int) -> tuple[np.ndarray, list[int]]:
-        """Row numbers for a program of ``size`` rows, int32[size], padded with a number that is no
-        row's; and the place of each of ``rows`` in it."""
+        """Make the row numbers for a program of ``size`` rows, int32[size]. Entries that are not
+        used have a number that is not a row. Also returns the index of each of ``rows`` in the
+        array."""
         places = rows if size == self.count else list(range(len(rows)))
         numbers = np.arange(size, dtype=np.int32)
         if size < self.count:
@@ -206,16 +215,17 @@ class ModelRunner:
         return numbers, places
 
     def tables_of(self, rows: Counts) -> tuple[np.ndarray, ...]:
-        """Page tables of ``rows``; copies, since a program may read them later."""
+        """Copy the page tables of ``rows``. The copies do not change before the program reads
+        them."""
         rows = np.minimum(rows, self.count - 1)
         return tuple(table[rows].copy() for table in self.page_tables.tables)
 
     def full_masks(self, rows: int) -> np.ndarray:
-        """uint32[rows, words]: token masks that allow all tokens."""
+        """Return token masks that allow all tokens, uint32[rows, words]."""
         return np.full((rows, mask_words(self.lm.config)), ALL_ALLOWED, np.uint32)
 
     def save_row(self, row: int, tokens: int) -> PyTree:
-        """Copy what a row of ``tokens`` tokens has outside of full pages; see
+        """Copy the state of a row with ``tokens`` tokens, except for its full pages; see
         ``programs.save_row``."""
         pages = self.page_tables.partial_pages(row, tokens)
         parts = [
@@ -231,14 +241,14 @@ class ModelRunner:
         )
 
     def restore_row(self, row: int, layers: PyTree, progress: PyTree) -> None:
-        """Set a row to what ``save_row`` returned."""
+        """Restore the state of a row from the result of ``save_row``."""
         self.dispatch(programs.restore_row, np.int32(row), layers, progress)
 
     def restore_checkpoint(
         self, row: int, arrays: Sequence[np.ndarray], fresh: Sequence[int]
     ) -> None:
-        """Set a row to a checkpoint of the prefix cache; ``fresh``: for each cache group, the row's
-        page that is partly full, or -1."""
+        """Restore the state of a row from a checkpoint of the prefix cache. ``fresh`` has the row's
+        partly full page in each cache group, or -1 if there is none."""
         cache = self._state.cache
         like = [row_arrays(layer) for layer in cache.layers], cache.written
         leaves, treedef = jax.tree.flatten(like)
@@ -262,22 +272,27 @@ class ModelRunner:
         copies: Sequence[Sequence[tuple[int, int]]],
         newest: Sequence[tuple[int, int]],
     ) -> None:
-        """Let target rows continue from source rows, ``pairs``, and set the newest tokens of some
-        rows; ``copies``: for each pair, the pages of each cache group to copy."""
+        """Let target rows continue from source rows, and set the newest tokens of some rows.
+
+        Args:
+          pairs: (source, target) pairs of rows.
+          copies: for each pair, the (source, target) pages to copy in each cache group.
+          newest: (row, token) pairs.
+        """
         groups = self.pool_config.groups
         pages = [[copy[number] for copy in copies] for number in range(len(groups))]
         inputs = BranchInputs.build(self.count, pairs, pages, newest)
         self.dispatch(branch, inputs, groups=tuple(group.layers for group in groups))
 
     def set_history(self, row: int, tokens: Sequence[int]) -> None:
-        """Set the tokens that a row's penalties, or a draft model, see."""
+        """Set the token history of a row, which penalties and draft models use."""
         padded = np.full(self.pool_config.max_len, self.lm.config.vocab_size, np.int32)
         padded[: len(tokens)] = tokens
         self.dispatch(programs.set_history, np.int32(row), padded, np.int32(len(tokens)))
 
     def compile(self) -> int:
-        """Run every program once without tokens, also while rows are in use. Returns how many of
-        them run the model."""
+        """Run every program once without tokens. This is safe while rows are in use. Returns how
+        many of the programs run the model."""
         (layers, _), progress = jax.device_get(self.save_row(0, 0))
         for width in self.chunk_widths:
             self.append(0, [], 0, width)
@@ -292,13 +307,14 @@ class ModelRunner:
         return len(self.chunk_widths) + len(self.batch_sizes)
 
     def dispatch(self, program: Callable[..., PyTree], *args: PyTree, **static: object) -> PyTree:
-        """Call a program that takes and returns the donated ``EngineState``; returns the rest."""
+        """Call a program that takes and returns the donated ``EngineState``. Returns its other
+        results."""
         self._state, output = program(self._state_with_pages(), *args, **static)
         self.prefixes.pool.adopt(self._state.cache.layers)
         return output
 
     def _state_with_pages(self) -> EngineState:
-        """The state with the current arrays of the pools, which others update too."""
+        """Return the state with the current arrays of the pools, which other code updates too."""
         cache = self._state.cache
         layers = [
             layer if body is None else replace(layer, keys=body[0], values=body[1])
@@ -317,13 +333,14 @@ class ModelRunner:
 
 
 def prepare_params(params: PyTree) -> PyTree:
-    """Parameters as committed JAX arrays without weak types."""
+    """Convert parameters to committed JAX arrays without weak types."""
     arrays = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jax.device_put(x), params)
     return commit(without_weak_types(arrays))
 
 
 def replacement_params(params: PyTree, current: PyTree) -> PyTree:
-    """New parameters in the place of ``current``, prepared.
+    """Check that ``params`` can replace the parameters ``current``, and return them as
+    ``prepare_params`` converts them.
 
     Raises:
       ValueError: if shapes, dtypes or devices differ.

@@ -1,8 +1,9 @@
 """The compiled programs of an engine, their inputs and their output.
 
-The host counts: each dispatch passes the rows' lengths, their page tables and the number of decode
-rounds. What the next program needs stays on the device: newest tokens, which rows have ended,
-tails and windows. So the host can dispatch the next program before this one has finished.
+The host does the accounting: each dispatch passes the rows' lengths, their page tables and the
+number of decode rounds. The state that the next program needs stays on the device: newest tokens,
+which rows have ended, tails and windows. So the host can dispatch the next program before the
+previous one has finished.
 """
 
 import functools
@@ -29,21 +30,21 @@ from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import MAX_LOGPROBS, Scores, score_tokens
 
 SCORE_BATCH = 32
-"""Prompt positions whose scores are computed at once; each takes several arrays of the vocabulary's
-size."""
+"""The number of prompt positions whose scores are computed together. Each needs several arrays of
+the vocabulary's size."""
 
 
 LayerGroups = tuple[tuple[int, ...], ...]
-"""For each cache group, the numbers of its layers; static."""
+"""For each cache group, the indices of its layers. They are static."""
 
 
 @pytree_dataclass
 class EngineState:
-    """What the device keeps of all rows between programs.
+    """The state of all rows that stays on the device between programs.
 
-    ``cache``: every program replaces its lengths and page tables; ``progress``: newest token,
-    number of new tokens, and whether the row has ended; ``history``: the tokens of each row whose
-    sampling or draft needs them.
+    ``cache`` is the cache; every program replaces its lengths and page tables. ``progress`` has the
+    newest token of each row, its number of new tokens, and whether it has ended. ``history`` has
+    the tokens of the rows whose sampling or draft needs them.
     """
 
     cache: KVCache
@@ -55,10 +56,13 @@ class EngineState:
 class RowParams:
     """Parameters of each row's request.
 
-    ``sampling``: parameters of ``sample``; ``limit``: int32[rows], maximum number of new tokens;
-    ``logprobs``: int32[rows], 0 for no log-probabilities, else 1 plus the number of likeliest
-    tokens to report; ``search``: bool[rows], rows of a beam search, whose likeliest tokens are
-    taken among the allowed ones.
+    Attributes:
+      sampling: parameters of ``sample``.
+      limit: int32[rows], maximum number of new tokens.
+      logprobs: int32[rows], 0 for no log-probabilities, otherwise 1 plus the number of most likely
+        tokens to report.
+      search: bool[rows], whether the row is part of a beam search. Its most likely tokens are then
+        chosen among the tokens that the guide allows.
     """
 
     sampling: SamplingArrays
@@ -69,13 +73,18 @@ class RowParams:
 
 @pytree_dataclass
 class PrefillInputs:
-    """A chunk of the prompts of some rows.
+    """Chunks of the prompts of ``rows`` (int32[n]), and the parameters ``params`` of their
+    requests.
 
-    ``rows``: int32[n]; ``tokens``: int32[n, width], padded after each row's first ``lengths``;
-    ``starts``: int32[n], tokens that each row already has in the cache; ``tables``: for each cache
-    group int32[n, columns]; ``fresh``: bool[n], rows without any state except shared pages;
-    ``ends``: bool[n], whether this is the last chunk; ``forced``: int32[n], the first new token if
-    it is already known, else -1; ``allowed``: token mask of the first new token.
+    Attributes:
+      tokens: int32[n, width], the tokens, padded on the right.
+      lengths: int32[n], the number of real tokens in each row of ``tokens``.
+      starts: int32[n], how many tokens each row already has in the cache.
+      tables: for each cache group, the page tables, int32[n, columns].
+      fresh: bool[n], whether the row has no state except shared pages.
+      ends: bool[n], whether this is the last chunk of the prompt.
+      forced: int32[n], the first new token if it is already known, otherwise -1.
+      allowed: the token mask for the first new token.
     """
 
     rows: PerRow
@@ -92,11 +101,14 @@ class PrefillInputs:
 
 @pytree_dataclass
 class DecodeInputs:
-    """Rounds of decoding, for all rows in order or for some of them.
+    """Rounds of decoding for ``rows`` (int32[n]): all rows in order, or some of them.
 
-    ``rows``: int32[n]; ``lengths``: int32[n], tokens that each row has in the cache; ``rounds``:
-    int32[n], how many tokens to decode; ``tables``: as in ``PrefillInputs``; ``forced``: int32[n,
-    max_rounds], tokens that are already known, else -1; ``allowed``: token mask of the first round.
+    Attributes:
+      lengths: int32[n], how many tokens each row has in the cache.
+      rounds: int32[n], how many tokens to decode.
+      forced: int32[n, max_rounds], tokens that are already known, otherwise -1.
+      allowed: the token mask for the first round.
+      tables, params: as in ``PrefillInputs``.
     """
 
     rows: PerRow
@@ -110,11 +122,14 @@ class DecodeInputs:
 
 @pytree_dataclass
 class VerifyInputs:
-    """Drafted tokens of some rows.
+    """Drafted tokens of ``rows`` (int32[n]), to be verified.
 
-    ``rows``: int32[n]; ``tokens``: int32[n, 1 + max_drafted], each row's newest token, then its
-    ``count`` drafted ones, int32[n]; ``starts``: int32[n], tokens that each row has in the cache;
-    ``tables``: as in ``PrefillInputs``; ``allowed``: token mask after each of ``tokens``.
+    Attributes:
+      tokens: int32[n, 1 + max_drafted], each row's newest token, followed by its drafted tokens.
+      count: int32[n], the number of drafted tokens.
+      starts: int32[n], how many tokens each row has in the cache.
+      allowed: the token mask after each of ``tokens``.
+      tables, params: as in ``PrefillInputs``.
     """
 
     rows: PerRow
@@ -128,12 +143,15 @@ class VerifyInputs:
 
 @pytree_dataclass
 class ProgramOutput:
-    """What a program returns to the host.
+    """The output that a program returns to the host.
 
-    ``tokens``: int32[n, rounds], the tokens it chose; a row has as many as its ``count`` grew by.
-    ``scores``: their log-probabilities, zeros where no row requests them; ``count``, ``done``,
-    ``broken``: as in ``Progress``; ``status``: int32[n], as in ``KVCache``; ``prompt_scores``:
-    [1, width], the score of each prompt token's successor, if requested.
+    Attributes:
+      tokens: int32[n, rounds], the new tokens. The number of tokens of a row is the increase of its
+        ``count``.
+      scores: the log-probabilities of ``tokens``; zeros if no row requests them.
+      count, done, broken: as in ``Progress``.
+      status: int32[n], as in ``KVCache``.
+      prompt_scores: [1, width], the score of the token after each prompt token, if requested.
     """
 
     tokens: Int[Array, "rows rounds"]
@@ -155,8 +173,8 @@ def prefill(
 ) -> tuple[EngineState, ProgramOutput]:
     """Run a chunk of prompts, and choose the first new token of prompts that end in it.
 
-    ``next_tokens``: int32[1, width], the successor of each token of a single prompt, if its scores
-    are requested.
+    ``next_tokens`` (int32[1, width]) has the token after each token of a single prompt, if prompt
+    scores are requested.
     """
     before = select_rows(engine_state, inputs.rows)
     starts, written = inputs.starts, before.cache.written
@@ -189,7 +207,7 @@ def decode(
 ) -> tuple[EngineState, ProgramOutput]:
     """Decode until each row has run its rounds or has ended.
 
-    ``exact``: attention does not depend on the length of the other rows.
+    If ``exact``, the attention of a row is bitwise independent of the lengths of other rows.
     """
     before, (rows, max_rounds) = select_rows(engine_state, inputs.rows), inputs.forced.shape
     decoding = (inputs.rounds > 0) & ~before.progress.done
@@ -233,8 +251,8 @@ def decode(
 def set_history(
     engine_state: EngineState, row: Array, tokens: Int[Array, " n"], length: Array
 ) -> tuple[EngineState, None]:
-    """Set a row's ``history`` to the first ``length`` of ``tokens``, which are padded with the
-    vocabulary's size."""
+    """Set a row's ``history`` to the first ``length`` of ``tokens``. The others must be padding,
+    with the vocabulary's size as value."""
     history = engine_state.history
     assert history.seen is not None and history.tokens is not None and history.length is not None
     seen = jnp.zeros(history.seen.shape[1], bool).at[tokens].set(True, mode="drop")
@@ -250,12 +268,16 @@ def set_history(
 def save_row(
     engine_state: EngineState, row: Array, parts: list[Array], *, groups: LayerGroups
 ) -> PyTree:
-    """Copy what a row has outside of full pages.
+    """Copy the state of a row, except for its full pages.
 
-    Returns ``((layers, partial pages), (progress, history))``.
+    Args:
+      engine_state: the state of all rows.
+      row: the row.
+      parts: the partly full page (int32[1]) of each cache group whose pages contain blocks.
+      groups: the layer indices of each of these groups.
 
-    ``parts``: int32[1] for each cache group whose pages hold blocks, the page that is partly full;
-    ``groups``: the layer numbers of each of these groups.
+    Returns:
+      ``((layers, partial pages), (progress, history))``.
     """
     cache = engine_state.cache
 
@@ -276,7 +298,8 @@ def save_row(
 def restore_row(
     engine_state: EngineState, row: Array, layers: PyTree, progress: PyTree
 ) -> tuple[EngineState, None]:
-    """Set a row to the ``layers`` and ``(progress, history)`` that ``save_row`` returned."""
+    """Restore the state of a row from the ``layers`` and the ``(progress, history)`` that
+    ``save_row`` returned."""
     cache = engine_state.cache
 
     def with_row(tree: PyTree, saved: PyTree) -> PyTree:
@@ -294,8 +317,8 @@ def restore_row(
 
 
 def select_rows(engine_state: EngineState, rows: PerRow) -> EngineState:
-    """The state of ``rows``, int32[n]. Numbers outside of the cache select any row; ``n`` rows of a
-    cache of ``n`` are all rows in order."""
+    """Select the state of ``rows`` (int32[n]). Numbers outside of the cache select an arbitrary
+    row. If ``n`` is the cache's number of rows, ``rows`` must be all rows in order."""
     cache = engine_state.cache
     if len(rows) == cache.batch:
         return engine_state
@@ -308,8 +331,8 @@ def select_rows(engine_state: EngineState, rows: PerRow) -> EngineState:
 
 
 def update_rows(engine_state: EngineState, rows: PerRow, after: EngineState) -> EngineState:
-    """Write ``after``, the state of ``rows`` after a program, back into the state of all rows;
-    numbers outside of the cache are dropped."""
+    """Write ``after``, the state of ``rows`` after a program, into the state of all rows. Numbers
+    outside of the cache are ignored."""
     cache, new = engine_state.cache, after.cache
     if len(rows) == cache.batch:
         return replace(after, cache=replace(cache, layers=new.layers, written=new.written))
@@ -336,7 +359,7 @@ def set_column(outputs: PyTree, step: Array, values: PyTree) -> PyTree:
 def program_context(
     cache: KVCache, length: PerRow, tables: tuple[Array, ...], **changes: Array
 ) -> Cached:
-    """The cache with the lengths and page tables that the host passes to a program."""
+    """Return a cache with the lengths and page tables that the host passes to a program."""
     pools = tuple(
         FixedPageTables(table, page_group.layout.pool or 0)
         for table, page_group in zip(tables, cache.page_groups, strict=True)
@@ -346,11 +369,11 @@ def program_context(
 
 
 def written_at(cache: KVCache, ends: PerRow) -> Array:
-    """The high-water marks for rows that will end at ``ends``.
+    """Return ``KVCache.written`` for rows that will have ``ends`` tokens.
 
-    The host may already have given away the pages that a window leaves on the way there, so their
-    contents must not count as the row's. The marks of layers with a tail describe the tail, and
-    stay.
+    The host may already have given other rows the pages that are out of the window by then, so
+    their contents must no longer count as this row's. The entries of layers with a tail describe
+    the tail, and do not change.
     """
     raw = jnp.array([x.policy.page_group is not None and x.tail is None for x in cache.layers])
     return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)
@@ -366,7 +389,7 @@ def program_output(after: EngineState, tokens: Array, scores: Scores) -> Program
 def scores_of_next(
     all_logits: Float[Array, "1 width vocab"], next_tokens: Tokens, context: Context
 ) -> Scores:
-    """The score of each prompt token's successor, for one row."""
+    """Compute the score of the token after each prompt token, for one row."""
     logits = gather_vocab(all_logits, context)[0]
     most = min(MAX_LOGPROBS, logits.shape[1])
 
@@ -389,7 +412,8 @@ def choose_next(
     forced: PerRow,
     allowed: Allowed,
 ) -> tuple[Progress, TokenHistory, Scores]:
-    """Choose the next token of rows that are not done, and its scores if any row requests them."""
+    """Choose the next token of each row that is not done, and compute its scores if any row
+    requests scores."""
     settings, cache = params.sampling, context.cache
     filters = replace(settings.filters, mesh=cache is not None and cache.mesh_sharding is not None)
     logits = gather_vocab(logits, context)

@@ -1,4 +1,4 @@
-"""A request of an engine: its parameters, checked before it waits for a row."""
+"""A request of an engine: its parameters, and their checks."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -33,9 +33,9 @@ from kvjax.sampling.params import (
 from kvjax.sampling.scores import MAX_LOGPROBS
 
 MAX_EOS_TOKENS = 16
-"""Maximum number of ``eos_token_ids`` of a request."""
+"""The maximum number of ``eos_token_ids`` of a request."""
 MAX_BIASED_TOKENS = 304
-"""Maximum number of tokens in a request's ``logit_bias``."""
+"""The maximum number of tokens in a request's ``logit_bias``."""
 
 
 class RequestParams(SamplingKeywords, PenaltyKeywords, total=False):
@@ -88,17 +88,17 @@ class Request:
       max_new_tokens: the request ends after this many new tokens.
       min_new_tokens: end tokens and stop strings count only after this many new tokens.
       eos: tokens that end the request.
-      stops: strings that end it; the text ends before them.
+      stops: strings that end the request. The text ends before them.
       sampling: sampling parameters, as arrays of one row.
-      logprobs: how many of the likeliest tokens to report with each new token; None for no
+      logprobs: how many of the most likely tokens to report with each new token; None for no
         log-probabilities.
-      prompt_logprobs: the same for each prompt token.
-      tenant: requests share prefixes only within a tenant.
+      prompt_logprobs: like ``logprobs``, for each prompt token.
+      tenant: an identifier. Requests share prefixes only if they have the same tenant.
       priority: lower numbers are scheduled first.
-      deadline: seconds after submission, when the request ends with the tokens that it has; None
-        for never.
+      deadline: seconds after submission at which the request ends with the tokens that it has; None
+        for no deadline.
       needs_history: whether sampling, or a draft model, needs the row's tokens on the device.
-      guide: constrains which tokens may come next; None allows all.
+      guide: a guide that constrains which tokens may come next; None to allow all tokens.
       draft_plan: how tokens are drafted; None for no drafts.
       search: the beam search; None for a single sequence.
     """
@@ -121,7 +121,7 @@ class Request:
 
     @property
     def max_length(self) -> int:
-        """Maximum number of tokens that a row of the request has in the cache."""
+        """The maximum number of tokens that a row of the request has in the cache."""
         return positions_needed(len(self.tokens), self.max_new_tokens)
 
 
@@ -132,10 +132,11 @@ def parse_request(
     prompt: str | Sequence[int],
     options: RequestOptions,
 ) -> Request:
-    """The request with these arguments of ``Engine.submit``, for an engine with this many ``rows``.
+    """Check arguments of ``Engine.submit``, and return the request. ``rows`` is the engine's number
+    of rows.
 
     Raises:
-      ArgumentError: naming the argument, its value and the limit.
+      ArgumentError: if an argument is wrong. The error names the argument, its value and the limit.
     """
     lm = planner.lm
     (tokens,) = tokenize_prompts(lm, [prompt], [], param="prompt")  # type: ignore[list-item]
@@ -170,7 +171,7 @@ def parse_request(
     filters, sampling = options.prepare([options.seed], eos)
     search = _parse_search(options, filters, len(eos), rows)
     if search is not None:
-        # The host chooses the tokens of beams, so their rows need no end tokens and no filters.
+        # The host chooses the tokens of beams, so rows of beams need no end tokens and no filters.
         sampling = prepare_sampling(seeds=[options.seed])[1]
     for number, group in enumerate(pool_config.groups):
         pages = _max_pages(group, len(tokens), max_length, options.num_beams)
@@ -210,7 +211,7 @@ def _check_count(name: str, count: int, limit: int) -> None:
 def _parse_search(
     options: RequestOptions, filters: Filters, eos_tokens: int, rows: int
 ) -> SearchConfig | None:
-    """The beam search of a request; None for a single sequence.
+    """Return the settings of a request's beam search; None for a single sequence.
 
     Raises:
       ArgumentError: for beams that do not fit the engine, or options that do not work with beams.
@@ -264,7 +265,7 @@ def _parse_search(
 
 
 def _max_pages(group: CacheGroup, prompt: int, tokens: int, beams: int) -> int:
-    """Maximum number of pages that the beams of a request use at once on the way to ``tokens``
-    tokens each. Beams share the pages that the prompt fills."""
+    """Return the maximum number of pages that the beams of a request use at the same time, until
+    each has ``tokens`` tokens. Beams share the pages that the prompt fills."""
     shared = 0 if group.windowed else len(group.pages_for(prompt)[0])
     return shared + beams * (group.max_pages(tokens) - shared)

@@ -25,21 +25,21 @@ from kvjax.sampling.scores import MAX_LOGPROBS
 class RunningSequence:
     """A request that has a row, or one row for each beam.
 
-    ``length`` and ``sampled`` describe the row once all dispatched programs have run, assuming that
-    it does not end before. While a draft is being verified they are the values before it, since the
-    host does not know yet how many of its tokens will be accepted.
+    ``length`` and ``sampled`` describe the row after all dispatched programs have run, assuming
+    that it does not end before. While a draft is being verified, they are the values before the
+    draft, because the host does not know yet how many of its tokens will be accepted.
 
     Args:
       handle: the request.
-      row: its row, or the first beam's row.
-      namespace: which part of the prefix cache it shares.
-      checkpoints: prompt lengths at which its state is stored in the prefix cache.
-      length: tokens that the row has in the cache.
-      sampled: new tokens.
-      fresh: whether no program was dispatched for it yet.
+      row: the request's row, or the row of its first beam.
+      namespace: the part of the prefix cache in which the request shares prefixes.
+      checkpoints: prompt lengths at which the row's state is stored in the prefix cache.
+      length: number of tokens that the row has in the cache.
+      sampled: number of new tokens.
+      fresh: whether no program has been dispatched for the request yet.
       verifying: number of drafted tokens whose verification is in flight.
-      draft_length: tokens that the draft model's row has in its cache.
-      beam_rows: rows of the other beams, which are as long as the first.
+      draft_length: number of tokens that the draft model has in its cache for this row.
+      beam_rows: rows of the other beams. They have the same length as the first.
     """
 
     handle: Handle
@@ -60,13 +60,13 @@ class RunningSequence:
 
     @property
     def rows(self) -> list[int]:
-        """All its rows."""
+        """All rows of the request."""
         return [self.row, *self.beam_rows]
 
     @property
     def entries(self) -> list[tuple[int, int]]:
-        """The rows that take part in the next dispatch; each with the number that ``InFlightStep``
-        keeps: the count of new tokens, or the beam."""
+        """The rows that take part in the next dispatch. Each has a number, which is the third part
+        of an ``Entry``: the count of new tokens, or the index of the beam."""
         beams, rows = self.handle.beams, self.rows
         if beams is None:
             return [(self.row, self.sampled)]
@@ -74,20 +74,20 @@ class RunningSequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether part of its prompt still waits to be dispatched."""
+        """Whether a part of the prompt has not been dispatched yet."""
         return self.length < len(self.prompt)
 
     @property
     def remaining(self) -> int:
-        """New tokens that may still be dispatched."""
+        """The number of new tokens that may still be dispatched."""
         return self.handle.request.max_new_tokens - self.sampled
 
     def rounds(self, limit: int, max_draft: int, adjust: AdjustCost) -> int:
-        """How many rounds of decoding to dispatch, at most ``limit``.
+        """Return how many rounds of decoding to dispatch, at most ``limit``.
 
-        A beam search waits for each of its tokens. So does a request with a guide, except for
-        tokens that are known from before a preemption. A request that is about to draft waits for
-        everything in flight.
+        A beam search waits for each of its tokens before the next round. So does a request with a
+        guide, except for tokens that are known from before a preemption. A request that is about to
+        draft waits for all of its programs in flight.
         """
         handle, limit = self.handle, min(limit, self.remaining)
         if self.verifying:
@@ -103,7 +103,8 @@ class RunningSequence:
         return min(limit, 1) if guided else limit
 
     def relative_cost(self, max_draft: int, adjust: AdjustCost) -> float:
-        """The cost of its tokens with drafts relative to the cost without; see ``DraftState``."""
+        """Return the cost of the request's tokens with drafts, divided by the cost without drafts;
+        see ``DraftState``."""
         drafts = self.handle.drafts
         if drafts is None:
             return math.inf
@@ -111,16 +112,17 @@ class RunningSequence:
         return drafts.relative_cost(limit, adjust, known=not self.handle.in_flight)
 
     def next_draft(self, max_draft: int, adjust: AdjustCost) -> tuple[int, list[int]]:
-        """How many drafted tokens to verify next, and the tokens if they were looked up. None while
-        a program is in flight, or while tokens are known from before a preemption."""
+        """Return how many drafted tokens to verify next, and the tokens if they are looked up. The
+        number is 0 while a program is in flight, or while tokens are known from before a
+        preemption."""
         handle = self.handle
         if handle.drafts is None or handle.in_flight or len(handle.generated) > self.sampled:
             return 0, []
         return handle.drafts.next(min(max_draft, self.remaining - 1), adjust)
 
     def settle_draft(self) -> int:
-        """Update the lengths once a verification has come back. Returns how many drafted tokens
-        were accepted."""
+        """Update the lengths after the output of a verification has arrived. Returns how many
+        drafted tokens were accepted."""
         if not self.verifying or self.handle.in_flight:
             return 0
         new, drafted = len(self.handle.generated) - self.sampled, self.verifying
@@ -128,21 +130,23 @@ class RunningSequence:
         accepted = max(new - 1, 0)
         if self.handle.drafts is not None:
             self.handle.drafts.record(drafted, accepted)
-            if self.handle.drafts.by_model:  # whose cache lacks the last token that it proposed
+            if self.handle.drafts.by_model:  # the draft model's cache lacks its last proposed token
                 self.draft_length += min(accepted, drafted - 1)
         return accepted
 
     def forced(self, rounds: int) -> list[int]:
-        """The next ``rounds`` tokens: those known from before a preemption, then -1."""
+        """Return the next ``rounds`` tokens: first the tokens known from before a preemption, then
+        -1."""
         known = self.handle.generated[self.sampled : self.sampled + rounds]
         return [*known, *[-1] * (rounds - len(known))]
 
 
 class PageTables:
-    """The pages of each row; ``tables``: for each cache group int32[rows, columns], -1 for none.
+    """The pages of each row.
 
-    A row takes pages before a program writes to them. It returns pages that its window has left
-    before the next program reads.
+    ``tables`` has the page table of each cache group, int32[rows, columns], with -1 where there is
+    no page. A row takes pages before a program writes to them. It returns pages that are out of its
+    window before the next program reads.
     """
 
     def __init__(self, prefixes: CachedSequences, rows: int) -> None:
@@ -151,13 +155,15 @@ class PageTables:
         self.tables = [
             np.full((rows, group.page_group.layout.columns), -1, np.int32) for group in self._groups
         ]
-        # For each group and row: the first page that it has, and the end, counted in its sequence.
+        # For each group and row: the first page that it has, and the end of its pages. Pages are
+        # counted from the start of the sequence.
         self._first = np.zeros((len(self._groups), rows), int)
         self._end = np.zeros((len(self._groups), rows), int)
 
     def share(self, row: int, path: Sequence[Node], tokens: int) -> list[int]:
-        """Give an empty row the full pages of ``tokens`` cached tokens, and a free page in place of
-        the last one if that is partly full. Returns this page for each group, -1 for none."""
+        """Give an empty row the pages of ``tokens`` cached tokens. Full pages are shared. If the
+        last page is only partly full, the row gets a free page instead. Returns this free page for
+        each group, or -1 if there is none."""
         fresh = []
         for number, group in enumerate(self._groups):
             pool, table = self._pools[number], self.tables[number]
@@ -173,7 +179,8 @@ class PageTables:
         return fresh
 
     def missing(self, rows: Sequence[int], tokens: int) -> list[int]:
-        """How many free pages of each group ``rows`` need, to have ``tokens`` tokens each."""
+        """Return how many free pages of each group ``rows`` need so that each has ``tokens``
+        tokens."""
         missing = []
         for number, group in enumerate(self._groups):
             end, first = self._span(number, tokens)
@@ -183,14 +190,14 @@ class PageTables:
                 for row in rows
                 for place in self._passed_pages(number, row, first)
             )
-            # A page that beams share becomes free when all of them leave it.
+            # A page that beams share becomes free when it is out of the window of all of them.
             freed = sum(page >= 0 and pool.refs[page] == count for page, count in passed.items())
             new = sum(max(end - int(self._end[number, row]), 0) for row in rows)
             missing.append(max(new - freed, 0))
         return missing
 
     def extend(self, row: int, tokens: int) -> None:
-        """Give a row the pages of ``tokens`` tokens; enough pages must be free."""
+        """Give a row the pages for ``tokens`` tokens. Enough pages must be free."""
         for number, group in enumerate(self._groups):
             end, first = self._span(number, tokens)
             pool, table = self._pools[number], self.tables[number]
@@ -207,7 +214,7 @@ class PageTables:
             self._end[number, row] = max(self._end[number, row], end)
 
     def needs_pages(self, row: int, tokens: int) -> list[bool]:
-        """For each group, whether a row takes further pages on the way to ``tokens`` tokens."""
+        """For each group, return whether a row needs more pages until it has ``tokens`` tokens."""
         ends = (self._span(number, tokens)[0] for number in range(len(self._groups)))
         return [end > int(own[row]) for end, own in zip(ends, self._end, strict=True)]
 
@@ -221,8 +228,8 @@ class PageTables:
 
     def branch(self, source: int, row: int, tokens: int) -> list[tuple[int, int]]:
         """Let an empty row share the full pages of ``source``, which has ``tokens`` tokens. Returns
-        for each group the source's partly full page and the free page to copy it to, -1 for
-        none."""
+        for each group the source's partly full page and the free page to which it must be copied,
+        or a pair of -1 if there is none."""
         copies = []
         for number, group in enumerate(self._groups):
             pool, table = self._pools[number], self.tables[number]
@@ -241,7 +248,8 @@ class PageTables:
         return copies
 
     def partial_pages(self, row: int, tokens: int) -> list[int]:
-        """For each group, the partly full page of a row with ``tokens`` tokens, 0 for none."""
+        """For each group, return the partly full page of a row with ``tokens`` tokens, or 0 if
+        there is none."""
         pages = []
         for group, table in zip(self._groups, self.tables, strict=True):
             part = group.pages_for(tokens)[1]
@@ -249,7 +257,7 @@ class PageTables:
         return pages
 
     def window_tables(self, row: int, tokens: int) -> list[np.ndarray | None]:
-        """For each group with a window, the table of the full pages that a sequence needs to
+        """For each group with a window, return a table with the full pages that a sequence needs to
         continue after ``tokens`` tokens; None for other groups."""
         tables: list[np.ndarray | None] = []
         for number, group in enumerate(self._groups):
@@ -264,15 +272,15 @@ class PageTables:
         return tables
 
     def pages_of(self, row: int) -> list[list[tuple[int, int]]]:
-        """For each group, the (column, page) pairs of a row."""
+        """For each group, return the (column, page) pairs of a row."""
         return [
             [(int(column), int(table[row, column])) for column in np.flatnonzero(table[row] >= 0)]
             for table in self.tables
         ]
 
     def take(self, row: int, columns: Sequence[Sequence[int]], tokens: int) -> list[list[int]]:
-        """Give an empty row, which will have ``tokens`` tokens, free pages in the ``columns`` of
-        each group. Returns these pages."""
+        """Give an empty row free pages in the ``columns`` of each group. The row will have
+        ``tokens`` tokens. Returns the pages."""
         taken = []
         for number, own in enumerate(columns):
             pages = [self._pools[number].allocate() for _ in own]
@@ -282,7 +290,7 @@ class PageTables:
         return taken
 
     def counts(self) -> dict[str, Any]:
-        """The fields ``pages``, ``free_pages`` and ``used_pages`` of ``EngineStats``."""
+        """Return the fields ``pages``, ``free_pages`` and ``used_pages`` of ``EngineStats``."""
         return {
             "pages": tuple(len(pool.refs) for pool in self._pools),
             "free_pages": tuple(len(pool.free) for pool in self._pools),
@@ -290,14 +298,14 @@ class PageTables:
         }
 
     def _span(self, number: int, tokens: int) -> tuple[int, int]:
-        """The number of pages that ``tokens`` tokens reach, and the first that a query still
-        sees."""
+        """Return the number of pages up to the end of ``tokens`` tokens, and the first page that a
+        query still sees."""
         page_group = self._groups[number].page_group
         layout, units = page_group.layout, int(page_group.units(tokens))
         return int(layout.filled(units)), int(layout.first_visible_page(units))
 
     def _passed_pages(self, number: int, row: int, first: int) -> range:
-        """The pages before ``first`` that the row still has, without sink pages."""
+        """Return the pages before ``first`` that the row still has, without sink pages."""
         sinks = self._groups[number].page_group.layout.sink_pages
         return range(max(int(self._first[number, row]), sinks), first)
 
@@ -307,11 +315,12 @@ _PADDING = {
     "biased": (MAX_BIASED_TOKENS, NO_TOKEN),
     "bias": (MAX_BIASED_TOKENS, 0),
 }
-"""Width and padding of the sampling parameters that are lists of tokens."""
+"""The width and the padding value of sampling parameters that are lists of tokens."""
 
 
 class SamplingState:
-    """``RowParams`` of all rows on the host, with a copy on the device while no row changes.
+    """The ``RowParams`` of all rows on the host, and a copy on the device that is reused while no
+    row changes.
 
     A row without a request has the parameters of a greedy request without any filter, so that it
     does not switch filters on for the others.
@@ -331,25 +340,27 @@ class SamplingState:
         self._write(row, _row_params(request.sampling, request.max_new_tokens, number, searching))
 
     def clear(self, row: int) -> None:
-        """Give a row the parameters of a row without a request."""
+        """Reset the parameters of a row to those of a row without a request."""
         self._write(row, self._neutral)
 
     def for_rows(self, rows: np.ndarray) -> RowParams:
-        """Parameters of ``rows``, int32[n]: all rows in order, or some on the host, among which
-        numbers beyond the last row select the last row."""
+        """Return the parameters of ``rows`` (int32[n]). If they are all rows in order, the result
+        is on the device. Otherwise it is on the host, and numbers beyond the last row select the
+        last row."""
         count = len(self._params.limit)
         return self.all_rows() if len(rows) == count else self.copy(np.minimum(rows, count - 1))
 
     def all_rows(self) -> RowParams:
-        """Parameters of all rows, on the device."""
+        """Return the parameters of all rows, on the device."""
         if (params := self._on_device) is None:
-            # A copy, since the transfer may read the arrays later.
+            # Copy the arrays, because the transfer may read them later.
             copies = jax.tree.map(np.array, self._params)
             params = self._on_device = commit(self._placement.put(copies))
         return params
 
     def copy(self, rows: np.ndarray) -> RowParams:
-        """Parameters of ``rows`` on the host; copies, since a program may read them later."""
+        """Copy the parameters of ``rows`` on the host. The copies do not change before a program
+        reads them."""
         return jax.tree.map(lambda x: x[rows].copy(), self._params)
 
     def _write(self, row: int, params: RowParams) -> None:
@@ -360,7 +371,7 @@ class SamplingState:
 
 
 def _row_params(sampling: SamplingArrays, limit: int, logprobs: int, search: bool) -> RowParams:
-    """``RowParams`` of a single row, padded to the width that all rows have."""
+    """Make the ``RowParams`` of a single row, padded to the width that all rows have."""
     arrays = {}
     for each in fields(SamplingArrays):
         array = np.asarray(getattr(sampling, each.name))

@@ -1,4 +1,4 @@
-"""Which requests run, and what each step dispatches."""
+"""The scheduler: it decides which requests run and what each step dispatches."""
 
 import time
 from bisect import insort
@@ -14,17 +14,18 @@ from kvjax.prefixes.radix import Namespace
 
 
 def rank(handle: Handle) -> tuple[int, int]:
-    """The order of requests: by priority, then by submission."""
+    """Return the sort key of requests: priority, then order of submission."""
     return handle.request.priority, handle.number
 
 
 def preemption_victim(seqs: Sequence[RunningSequence]) -> RunningSequence:
-    """The sequence that is preempted first: the last in order."""
+    """Return the sequence that is preempted first, which is the last one in the order of
+    ``rank``."""
     return max(seqs, key=lambda seq: rank(seq.handle))
 
 
 class WaitingQueue:
-    """Requests without a row, in order."""
+    """Requests without a row, in the order of ``rank``."""
 
     def __init__(self) -> None:
         self._queue: list[tuple[tuple[int, int], Handle]] = []
@@ -42,16 +43,16 @@ class WaitingQueue:
         self._queue = [item for item in self._queue if item[1] is not handle]
 
     def first(self) -> Handle | None:
-        """The next request that can be admitted. A preempted one must wait for everything that is
-        still in flight for it."""
+        """Return the next request that can be admitted. A preempted request must first wait for its
+        programs in flight."""
         return next((handle for _, handle in self._queue if not handle.in_flight), None)
 
 
 class Scheduler:
-    """Admits requests to rows, and dispatches the programs of each step: chunks of prompts, one
-    request after the other, then rounds of decoding for all other rows, within ``step_tokens``
-    tokens but at least one round.
+    """Admits requests to rows, and dispatches the programs of each step.
 
+    A step has chunks of prompts, one request after another, and then rounds of decoding for all
+    other rows. Together they have at most ``step_tokens`` tokens, but there is at least one round.
     The scheduler does not see sampled tokens. It assumes that a sequence continues until ``end`` is
     called, and frees the row of a sequence once all its tokens are dispatched.
     """
@@ -71,7 +72,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[RunningSequence]:
-        """Requests that have a row."""
+        """The requests that have a row."""
         rows = enumerate(self._by_row)
         return [seq for row, seq in rows if seq is not None and seq.row == row]
 
@@ -81,7 +82,8 @@ class Scheduler:
         return [*self.waiting, *(seq.handle for seq in self.running)]
 
     def overdue(self, now: float) -> list[Handle]:
-        """Requests whose deadline has passed at ``now``, by ``time.monotonic``."""
+        """Return the requests whose deadline has passed at the time ``now``, as given by
+        ``time.monotonic``."""
         deadlines = [(handle, handle.request.deadline) for handle in self.handles]
         return [
             handle
@@ -99,7 +101,7 @@ class Scheduler:
                 self._release(seq)
 
     def dispatch(self, step: InFlightStep) -> None:
-        """Dispatch the programs of a step; none if there is nothing to do."""
+        """Dispatch the programs of a step. If there is nothing to do, no program is dispatched."""
         decoding = sum(not seq.prefilling for seq in self.running)
         budget = self._step_tokens - decoding
         while (seq := self._next_prefill()) is not None:
@@ -112,8 +114,8 @@ class Scheduler:
         self._decode(step, budget + decoding)
 
     def _next_prefill(self) -> RunningSequence | None:
-        """The first sequence with an unfinished prompt; admits waiting requests if there is
-        none."""
+        """Return the first sequence with an unfinished prompt. If there is none, admit waiting
+        requests."""
         prefilling = [seq for seq in self.running if seq.prefilling]
         while not prefilling:
             seq = self._admit()
@@ -123,7 +125,8 @@ class Scheduler:
         return min(prefilling, key=lambda seq: rank(seq.handle))
 
     def _admit(self) -> RunningSequence | None:
-        """Give the next waiting request a row; None if too few rows or pages are free."""
+        """Give the next waiting request a row. Returns None if no request waits, or too few rows or
+        pages are free."""
         handle = self.waiting.first()
         free = [row for row, seq in enumerate(self._by_row) if seq is None]
         if handle is None or len(free) < handle.rows:
@@ -150,7 +153,8 @@ class Scheduler:
         return seq
 
     def _reserve(self, seq: RunningSequence, tokens: int) -> bool:
-        """Take the pages of ``tokens`` more tokens; False if the sequence was preempted instead."""
+        """Take the pages for ``tokens`` more tokens. Returns False if the sequence was preempted
+        instead."""
         tables, length = self._runner.page_tables, seq.length + tokens
         rows = [row for row, _ in seq.entries]
         if not self._ensure_free(seq, lambda: tables.missing(rows, length)):
@@ -163,8 +167,8 @@ class Scheduler:
         """Free the ``missing`` pages of each pool for a sequence.
 
         Cached prefixes are evicted first. Then later sequences are preempted, the last one first.
-        If there are none, the sequence itself is preempted, and the result is False. A sequence
-        that runs alone gets the whole pool.
+        If there are no later ones, the sequence itself is preempted, and the result is False. A
+        sequence that runs alone gets the whole pool.
         """
         while not self._cache_manager.ensure_free(missing()):
             later = [x for x in self.running if rank(x.handle) > rank(seq.handle)]
@@ -178,8 +182,8 @@ class Scheduler:
         return True
 
     def _branch(self, seq: RunningSequence) -> bool:
-        """Let rows of a beam search continue from the parents that its last step chose; False if it
-        was preempted instead."""
+        """Let rows of a beam search continue from the parents that its last step chose. Returns
+        False if the search was preempted instead."""
         beams, rows, tables = seq.handle.beams, seq.rows, self._runner.page_tables
         if beams is None or beams.chosen is None:
             return True
@@ -197,10 +201,11 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: RunningSequence) -> None:
-        """Take a sequence's row and pages away. It waits, on the host or to be computed again."""
+        """Take a sequence's row and pages away. It waits until it is restored from the host or
+        recomputed."""
         seq.handle.preemptions += 1
         self._counters.preemptions += 1
-        # Computing a part of a prompt again is as fast as swapping it.
+        # Recomputing a part of a prompt is as fast as swapping it.
         self._counters.swapped += not seq.prefilling and self._cache_manager.swap_out(seq)
         if seq.handle.beams is not None:
             seq.handle.beams.reset()
@@ -224,7 +229,7 @@ class Scheduler:
         scores = output.prompt_scores
         if scores is None:
             self._cache_manager.cache_prefix(seq)
-        else:  # computed by another program, whose last bits may differ: not shared
+        else:  # not shared: another program computed it, whose last bits may differ
             step.transfers.append(lambda: seq.handle.add_prompt_scores(start, scores))
         entries = [] if seq.prefilling else [(0, seq.handle, 0)]
         step.add(output, entries, self._cache_manager.take_transfers())
@@ -248,7 +253,7 @@ class Scheduler:
                 drafts.append((seq, count, tokens))
                 continue
             rounds = seq.rounds(limit, max_draft, adjust)
-            # Sequences before this one may have preempted it.
+            # Sequences earlier in the loop may have preempted this one.
             runs = rounds and self._by_row[seq.row] is seq and self._branch(seq)
             if runs and self._reserve(seq, rounds):
                 scheduled.append((seq, rounds))
@@ -269,7 +274,8 @@ class Scheduler:
                 self._release(seq)
 
     def _verify(self, step: InFlightStep, drafts: list[PendingDraft]) -> None:
-        """Dispatch drafts. Their sequences' lengths are updated when the output is back."""
+        """Dispatch the verification of drafts. The lengths of their sequences are updated when the
+        output arrives."""
         output, places = self._speculative.verify(drafts)
         placed = zip(places, drafts, strict=True)
         step.add(output, [(place, seq.handle, seq.sampled) for place, (seq, _, _) in placed], [])

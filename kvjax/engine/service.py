@@ -13,13 +13,14 @@ from kvjax.engine.request import RequestParams
 
 
 class StoppedError(RuntimeError):
-    """The service was stopped, or its engine failed, before a request had ended."""
+    """The service was stopped, or its engine failed, before a request ended."""
 
 
 class Service:
     """Runs an engine in a thread, for requests from one event loop.
 
-    Nothing else may step the engine meanwhile. A request whose reader stops early is cancelled.
+    Nothing else may call the engine's ``step`` while the service runs. A request whose reader stops
+    early is cancelled.
 
     Args:
       engine: the engine to run.
@@ -37,7 +38,7 @@ class Service:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.error: BaseException | None = None
-        # Weak keys: a request that nothing refers to has no reader.
+        # The keys are weak, because a request to which nothing refers has no reader.
         self._queues: WeakKeyDictionary[Handle, asyncio.Queue[Piece | None]] = WeakKeyDictionary()
         self._wake, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="kvjax-engine", daemon=True)
@@ -61,10 +62,10 @@ class Service:
         return self._thread.is_alive() and not self._stopping and self.error is None
 
     def submit(self, prompt: str | Sequence[int], **settings: Unpack[RequestParams]) -> Handle:
-        """Add a request, as ``Engine.submit``. Read its output with ``pieces``.
+        """Add a request, like ``Engine.submit``. Read its output with ``pieces``.
 
         Raises:
-          ValueError: as ``Engine.submit``.
+          ValueError: for the same reasons as ``Engine.submit``.
           StoppedError: if the engine is not running.
         """
         if not self.running:
@@ -81,7 +82,7 @@ class Service:
         return handle
 
     def cancel(self, handle: Handle) -> None:
-        """End a request with what it has."""
+        """End a request with the tokens that it has."""
         self.engine.cancel(handle)
         self._wake.set()
 
@@ -92,7 +93,7 @@ class Service:
             self.cancel(handle)
 
     async def pieces(self, handle: Handle) -> AsyncGenerator[Piece, None]:
-        """A request's output piece by piece, for one reader.
+        """Yield a request's output piece by piece, for one reader.
 
         Raises:
           NonFiniteError: if the request's logits are not finite.
@@ -115,13 +116,14 @@ class Service:
             raise StoppedError("the engine stopped before the request had ended") from self.error
 
     async def finished(self, handle: Handle) -> Handle:
-        """Wait until a request has ended; raises as ``pieces``."""
+        """Wait until a request has ended. Raises the same errors as ``pieces``."""
         async for _ in self.pieces(handle):
             pass
         return handle
 
     async def stop(self) -> None:
-        """Stop after the current step. Readers of unfinished requests get ``StoppedError``."""
+        """Stop after the current step. In readers of unfinished requests, ``StoppedError`` is
+        raised."""
         self._stopping = True
         self._wake.set()
         if self._thread.is_alive():

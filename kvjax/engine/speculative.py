@@ -54,11 +54,13 @@ from kvjax.sampling.scores import MAX_LOGPROBS, Scores
 
 @pytree_dataclass
 class ProposeInputs:
-    """What a draft model proposes for the rows of a ``VerifyInputs``.
+    """What a draft model must propose for the rows of a ``VerifyInputs``.
 
-    ``count``: int32[n], tokens to propose, 0 for none; ``lengths``: int32[n], tokens of the row
-    that the draft model's cache has; ``sampled``: int32[n], new tokens of the row; ``tables``: for
-    each of the draft model's cache groups int32[n, columns].
+    Attributes:
+      count: int32[n], the number of tokens to propose.
+      lengths: int32[n], the number of the row's tokens in the draft model's cache.
+      sampled: int32[n], the number of new tokens of the row.
+      tables: the page table of each of the draft model's cache groups, int32[n, columns].
     """
 
     count: PerRow
@@ -80,11 +82,13 @@ def propose(
 
     Args:
       engine_state: the state of the draft model's rows.
-      history: tokens of all rows of the engine.
+      history: the token history of all rows of the engine.
+      verify: the inputs of the verification.
+      inputs: what to propose.
 
     Returns:
-      The state, whose cache then has all proposed tokens except the last; and ``tokens`` and
-      ``count`` of ``verify`` with the proposals.
+      The new state, and ``tokens`` and ``count`` of ``verify`` with the proposals. The draft
+      model's cache then has all proposed tokens except the last.
     """
     before, drafting = select_rows(engine_state, verify.rows), inputs.count > 0
     cache, settings = before.cache, verify.params.sampling
@@ -112,20 +116,21 @@ def propose(
     tokens = jnp.where(drafting[:, None], tokens, verify.tokens[:, 1:])
     tokens = jnp.concatenate([verify.tokens[:, :1], tokens], axis=1)
     after = EngineState(context.cache, before.progress, before.history)
-    # At least one token is verified, right or wrong: that pass also chooses the model's own token.
+    # At least one token is verified, even if it is wrong, because the pass also chooses the model's
+    # own token.
     count = jnp.where(drafting, jnp.maximum(count, 1), verify.count)
     return update_rows(engine_state, verify.rows, after), (tokens, count)
 
 
 class DraftModelRunner:
-    """A draft model with as many rows as the engine, in pools that hold all rows at full length.
+    """A draft model with as many rows as the engine, and with pools for all rows at full length.
 
-    ``nbytes``: device memory of its cache, and of parameters that it does not share with the
-    model; ``max_rewind``: as in ``ModelRunner``.
+    ``nbytes`` is the device memory of its cache and of the parameters that it does not share with
+    the model. ``max_rewind`` is as in ``ModelRunner``.
 
     Raises:
-      ValueError: if the draft model has fewer positions than ``max_len``; if its policy names the
-        pages of its pools, or does not fit pages.
+      ValueError: if the draft model has fewer positions than ``max_len``, or its policy sets the
+        number of pages or can't use pages.
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class DraftModelRunner:
         self.nbytes = cache + self._weight_bytes
 
     def allocate(self) -> int:
-        """Allocate the cache. Returns ``draft_bytes`` of ``EngineStats``."""
+        """Allocate the cache. Returns the value of ``EngineStats.draft_bytes``."""
         prefixes = CachedSequences(self._pool_config, (0, 0, None))
         self._runner = ModelRunner(self._lm, self._pool_config, prefixes, self._count, 1, True)
         self.max_rewind, allocated = self._runner.max_rewind, self._runner.allocated
@@ -160,8 +165,14 @@ class DraftModelRunner:
         drafting: Sequence[tuple[int, RunningSequence, int]],
         history: TokenHistory,
     ) -> VerifyInputs:
-        """``verify`` with proposed tokens; ``drafting``: (place in ``verify``, sequence, number of
-        tokens); ``history``: the token history of all rows."""
+        """Propose tokens, and return ``verify`` with the proposed tokens.
+
+        Args:
+          verify: the inputs of the verification.
+          drafting: the sequences to draft for. Each has its index in ``verify`` and the number of
+            tokens to propose.
+          history: the token history of all rows.
+        """
         count, lengths, sampled = np.zeros((3, len(verify.rows)), np.int32)
         for place, seq, tokens in drafting:
             self._catch_up(seq, tokens)
@@ -176,14 +187,14 @@ class DraftModelRunner:
         return replace(verify, tokens=tokens, count=counts)
 
     def compile(self) -> int:
-        """Run every prefill program once without tokens. Returns how many there are."""
+        """Run every prefill program once without tokens. Returns the number of programs."""
         for width in self._runner.chunk_widths:
             self._runner.append(0, [], 0, width)
         return len(self._runner.chunk_widths)
 
     def _catch_up(self, seq: RunningSequence, tokens: int) -> None:
-        """Give a row the pages of its sequence and ``tokens`` more, and prefill what its cache
-        lacks, except for the last tokens, which ``propose`` reads itself."""
+        """Give a row the pages for its sequence and ``tokens`` more tokens. Prefill the tokens that
+        the draft model's cache lacks, except for the last ones, which ``propose`` reads."""
         tables, length = self._runner.page_tables, seq.length + 1
         if not seq.draft_length:  # the row may still have pages of another request
             tables.release(seq.row)
@@ -200,7 +211,7 @@ class DraftModelRunner:
 def draft_runner_of(
     lm: LanguageModel, draft: Draft | None, count: int, max_len: int, chunk: int
 ) -> DraftModelRunner | None:
-    """The runner of an engine's draft model; None for other drafts."""
+    """Create the runner of an engine's draft model; None for other drafts."""
     if not isinstance(draft, DraftModel):
         return None
     return DraftModelRunner(lm, draft, count, max_len, as_int("prefill_chunk", chunk, 1))
@@ -209,7 +220,7 @@ def draft_runner_of(
 def draft_pool_config(
     lm: LanguageModel, draft: DraftModel, count: int, max_len: int, chunk: int
 ) -> PoolConfig:
-    """The pools of a draft model with ``count`` rows."""
+    """Compute the pools of a draft model with ``count`` rows."""
     policies = [_paged(policy) for policy in per_layer(draft.cache, lm.config)]
     layouts = [as_paged(policy.layout) for policy in policies]
     if any(layout is not None and layout.pages is not None for layout in layouts):
@@ -231,15 +242,17 @@ def _paged(policy: CachePolicy) -> CachePolicy:
 
 
 PendingDraft = tuple[RunningSequence, int, list[int]]
-"""A sequence, how many drafted tokens to verify, and the tokens if they were looked up."""
+"""A sequence, the number of drafted tokens to verify, and the tokens themselves if they were looked
+up."""
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="engine_state")
 def verify(
     engine_state: EngineState, model: Model, params: PyTree, inputs: VerifyInputs
 ) -> tuple[EngineState, ProgramOutput]:
-    """Run the model on drafts, and choose each row's tokens as long as they match the draft, and
-    one more. Rejected tokens stay in the cache past the row's end, and are overwritten."""
+    """Run the model on drafts. Each row accepts drafted tokens as long as they equal the model's
+    own choice, and gets one more token from the model. Rejected tokens stay in the cache after the
+    row's end, and are overwritten later."""
     before, (rows, places) = select_rows(engine_state, inputs.rows), inputs.tokens.shape
     active = ~before.progress.done & (inputs.count > 0)
     count = jnp.where(active, 1 + inputs.count, 0)
@@ -279,10 +292,10 @@ def verify(
 class SpeculativeDecoder:
     """Proposes and verifies drafts of an engine's sequences.
 
-    ``max_tokens``: maximum number of drafted tokens; ``batch_size``: rows that are verified in one
-    pass. On a CPU that is 1, since each row adds to the time of a pass; on accelerators it is all
-    rows, since a pass takes as long as reading the weights. ``draft_bytes``: as in
-    ``EngineStats``.
+    ``max_tokens`` is the maximum number of drafted tokens. ``batch_size`` is the number of rows
+    that one pass verifies. On a CPU it is 1, because each row adds to the time of a pass. On
+    accelerators it is all rows, because a pass takes as long as reading the weights.
+    ``draft_bytes`` is as in ``EngineStats``.
     """
 
     def __init__(self, runner: ModelRunner, draft_runner: DraftModelRunner | None) -> None:
@@ -295,10 +308,11 @@ class SpeculativeDecoder:
         self.batch_size = 1 if runner.platform == "cpu" else runner.count
 
     def adjust_cost(self, seqs: Sequence[RunningSequence]) -> AdjustCost:
-        """The cost of drafting while ``seqs`` decode.
+        """Return a function that adjusts the cost of drafting to the sequences ``seqs`` that are
+        decoding.
 
-        Rows that draft leave the pass of the others, which does not become cheaper unless all rows
-        leave it. So either all rows draft, or none.
+        Rows that draft do not take part in the decoding pass of the other rows. That pass becomes
+        cheaper only if no row is left in it. So either all rows draft, or none.
         """
         rows = sum(len(seq.entries) for seq in seqs)
         if not rows:
@@ -315,13 +329,13 @@ class SpeculativeDecoder:
         return lambda cost: replace(next_to_others(cost), verify=verify_cost)
 
     def verify(self, drafts: Sequence[PendingDraft]) -> tuple[ProgramOutput, list[int]]:
-        """Dispatch at most ``batch_size`` drafts of sequences whose rows have the pages. Returns
-        the output, and the place of each draft in it."""
+        """Dispatch the verification of at most ``batch_size`` drafts. The rows must already have
+        the pages. Returns the output, and the index of each draft in it."""
         inputs, places = self._inputs(drafts)
         placed = list(zip(places, drafts, strict=True))
         if self._draft_runner is not None:
-            # Also if no draft needs it: otherwise ``verify`` would get arrays that are not
-            # committed, and be compiled again.
+            # Do this even if no draft needs it. Otherwise ``verify`` would get arrays that are not
+            # committed, and would be compiled again.
             by_model = [(place, seq, n) for place, (seq, n, tokens) in placed if not tokens]
             inputs = self._draft_runner.propose(inputs, by_model, self._runner.history)
         guided = [(p, seq, n) for p, (seq, n, _) in placed if seq.handle.request.guide is not None]
@@ -344,7 +358,8 @@ class SpeculativeDecoder:
         return programs
 
     def _inputs(self, drafts: Sequence[PendingDraft]) -> tuple[VerifyInputs, list[int]]:
-        """The inputs as far as the host knows them, and the place of each draft."""
+        """Make the inputs from what the host knows. Also returns the index of each draft in
+        them."""
         runner, size, width = self._runner, self.batch_size, 1 + self.max_tokens
         rows, places = runner.select([seq.row for seq, _, _ in drafts], size)
         tokens = np.zeros((size, width), np.int32)

@@ -1,11 +1,11 @@
-"""Counters and current use of an engine."""
+"""Statistics of an engine: counters, and its current use of rows and memory."""
 
 from dataclasses import dataclass, fields
 
 
 @dataclass
 class Counters:
-    """What an engine has done since it was created.
+    """Counts of an engine's work since it was created.
 
     Args:
       steps: calls of ``Engine.step``.
@@ -13,15 +13,16 @@ class Counters:
       prompt_tokens: prompt tokens of these requests.
       cached_tokens: prompt tokens whose keys and values came from the prefix cache.
       prefill_tokens: prompt tokens that were computed.
-      padding_tokens: padding that was computed with them.
+      padding_tokens: padding tokens that were computed in addition.
       new_tokens: generated tokens, including any after a stop string.
       preemptions: how often a running request lost its row and pages.
-      swapped: preemptions that moved the request's state to the host; the others are recomputed.
+      swapped: preemptions that moved the request's state to the host. After other preemptions, the
+        state is recomputed.
       drafted_tokens: tokens that were drafted and verified.
       accepted_tokens: drafted tokens that the model accepted. Tokens whose verification was still
         in flight when their request was preempted are not counted.
-      host_seconds: time in ``Engine.step`` without ``waiting_seconds``.
-      waiting_seconds: time in which ``Engine.step`` waited for the device.
+      host_seconds: seconds in ``Engine.step``, without ``waiting_seconds``.
+      waiting_seconds: seconds in which ``Engine.step`` waited for the device.
     """
 
     steps: int = 0
@@ -39,27 +40,26 @@ class Counters:
     waiting_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, int | float]:
-        """The counters by name."""
+        """Return the counters by name."""
         return {field.name: getattr(self, field.name) for field in fields(Counters)}
 
 
 @dataclass
 class EngineStats(Counters):
-    """``Counters``, and what the engine currently uses.
+    """``Counters``, and the current use of rows and memory.
 
     Args:
-      rows: rows of the cache.
+      rows: number of rows of the cache.
       running: requests that have a row.
       waiting: requests without a row.
-      pages: pages of each pool.
-      free_pages: free pages of each pool.
-      used_pages: pages of each pool that running requests use.
-      swapped_bytes: host memory of preempted requests.
+      pages: number of pages of each pool.
+      free_pages: number of free pages of each pool.
+      used_pages: number of pages of each pool that running requests use.
+      swapped_bytes: bytes of host memory that preempted requests use.
       weight_bytes: bytes of the parameters, which are the model's own arrays.
       pool_bytes: bytes of all pages, used or free.
-      row_bytes: bytes of everything else that rows keep: tails, windows, and the state that
-        sampling needs.
-      draft_bytes: bytes of a draft model: its cache, and parameters that it does not share with
+      row_bytes: bytes of the rows' other arrays: tails, windows, and the state that sampling needs.
+      draft_bytes: bytes of a draft model's cache, and of the parameters that it does not share with
         the model.
 
     Example:
@@ -85,12 +85,13 @@ class EngineStats(Counters):
 
     @property
     def cached_pages(self) -> tuple[int, ...]:
-        """Pages of each pool that only the prefix cache uses."""
+        """The number of pages of each pool that only the prefix cache uses."""
         pools = zip(self.pages, self.free_pages, self.used_pages, strict=True)
         return tuple(max(pages - free - used, 0) for pages, free, used in pools)
 
     @property
     def usage(self) -> float:
-        """The largest share of a pool that running requests use, from 0 to 1."""
+        """The fraction of a pool that running requests use, from 0 to 1. It is the maximum over all
+        pools."""
         pools = zip(self.used_pages, self.pages, strict=True)
         return max((used / pages for used, pages in pools), default=0.0)
