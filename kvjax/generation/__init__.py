@@ -1,4 +1,4 @@
-"""Prompts to text: requests, sessions, compiled programs, results."""
+"""Text generation from prompts: requests, sessions, compiled programs and results."""
 
 from kvjax.generation.aot.compiling import Compiled
 from kvjax.generation.batches import Batch

@@ -1,4 +1,4 @@
-"""Generate for batch after batch; a second thread prepares the next ones meanwhile."""
+"""Generate for one batch after another, while a second thread prepares the next batches."""
 
 import itertools
 from collections import deque
@@ -30,7 +30,7 @@ from kvjax.placement.device import Device, check_placement
 
 @dataclass(frozen=True)
 class Batch:
-    """The prompts of one batch, and the cache that they continue; None for a new one.
+    """The prompts of one batch, and the cache that they continue; None for a new cache.
 
     Example:
       ```python
@@ -57,7 +57,7 @@ def generate_batches(
     offload: Device | None = None,
     **settings: Unpack[GenerateKeywords],
 ) -> Iterator[GenerationResult]:
-    """Continue batch after batch of prompts, each as ``generate`` does.
+    """Continue one batch of prompts after another, each in the same way as ``generate``.
 
     While one batch decodes, a second thread prepares the next ``limits.prefetch_steps`` batches (1
     by default, 0 if there are several processes): it tokenizes and checks the prompts and starts
@@ -67,21 +67,21 @@ def generate_batches(
     Args:
       lm: a model from ``kvjax.models.load``.
       batches: prompts as for ``generate``, or a ``Batch`` with a cache to continue, which is
-        donated. ``prefetch_steps`` batches are taken from the iterator before they run. To continue
-        the cache of an earlier result sooner, set ``prefetch_steps`` to 0.
-      placement: where given caches are moved before their batch runs. ``Device()`` moves caches
-        back that ``offload`` moved to the host. By default they are not moved.
-      offload: where the caches of results are moved. ``Host()`` frees device memory for the next
-        batch. By default they are not moved.
-      settings: the other arguments of ``generate``, the same for all batches, and
+        donated. Batches are taken from the iterator ``prefetch_steps`` batches before they run. Set
+        ``prefetch_steps`` to 0 if a batch continues the cache of the result just before it.
+      placement: the placement to which given caches are moved before their batch runs. ``Device()``
+        moves caches back that ``offload`` moved to the host. By default they are not moved.
+      offload: the placement to which caches of results are moved. ``Host()`` frees device memory
+        for the next batch. By default they are not moved.
+      settings: other arguments of ``generate``, which apply to all batches, and
         ``limits.prefetch_steps``.
 
     Returns:
       An iterator over results, in order.
 
     Raises:
-      ValueError: as ``generate``, from the iteration when the batch's turn comes; so are errors
-        that ``batches`` raises. An invalid placement is reported at once.
+      ValueError: for the same reasons as ``generate``. The iteration raises it when the batch would
+        run, and also errors that ``batches`` raises. An invalid placement raises it immediately.
       TypeError: for a keyword that ``generate`` does not have.
 
     Example:
@@ -114,7 +114,7 @@ def generate_batches(
 
 
 _Prepared = Future[tuple[GenerationRequest, list[PromptChunk] | None]]
-"""A batch that the second thread prepares."""
+"""A batch that the second thread is preparing."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class _Run:
         self, batches: Iterator[Prompts | Batch], thread: ThreadPoolExecutor
     ) -> Iterator[_Prepared]:
         """Take batches from the iterator and prepare them. Errors become failed futures, so that
-        they are raised when the batch's turn comes."""
+        they are raised when the batch would run."""
         used: dict[int, KVCache] = {}  # keeps the caches alive, so that their ids stay unique
         try:
             for batch in batches:
                 batch = batch if isinstance(batch, Batch) else Batch(batch)
                 cache = self.options.cache if batch.cache is None else batch.cache
-                # Checked here: the second thread would read the cache while the running batch
+                # Check this here. The second thread would read the cache while the running batch
                 # donates it.
                 if id(cache) in used:
                     yield _failed(ValueError(DONATED))
@@ -171,12 +171,12 @@ class _Run:
         self, prompts: Prompts, options: GenerationOptions
     ) -> tuple[GenerationRequest, list[PromptChunk] | None]:
         request = prepare_request(self.lm, prompts, options)
-        # How many tokens a prefix tree has cached is known only when the batch runs.
+        # With a prefix tree, the number of cached tokens is known only when the batch runs.
         return request, None if request.prefix_cache else prompt_chunks(request)
 
     def _move_first_layers(self, prepared: _Prepared, placement: Device) -> KVCache | None:
-        """Move the first layers of a batch's cache. The given cache keeps its copies until the
-        batch runs, so it stays intact if the batch never runs."""
+        """Move the first layers of a batch's cache. The given cache keeps its own arrays, so it
+        stays valid if the batch never runs."""
         cache = prepared.result()[0].cache
         if cache is None:
             return None

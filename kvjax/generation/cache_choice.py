@@ -1,4 +1,4 @@
-"""The cache of a request: a given one, a new one with a policy, or one from a prefix tree."""
+"""The cache of a request: a given cache, a new cache with a policy, or pages of a prefix tree."""
 
 import functools
 from collections.abc import Sequence
@@ -22,7 +22,8 @@ from kvjax.prefixes.tree import Tenant
 
 
 def parse_cache(options: GenerationOptions) -> tuple[KVCache | None, PolicyChoice | None]:
-    """The cache to continue, or the policy of a new one; None for both without a cache."""
+    """Return the cache to continue, and the policy of a new cache. One of them is None, or both if
+    no cache is used."""
     choice = options.cache
     if isinstance(choice, KVCache):
         if not options.use_cache:
@@ -41,11 +42,12 @@ def parse_cache(options: GenerationOptions) -> tuple[KVCache | None, PolicyChoic
 def limit_memory(
     lm: LanguageModel, choice: PolicyChoice, limits: InferenceLimits | None, batch: int, tokens: int
 ) -> PolicyChoice:
-    """Resolve the memory budget of the policy ``Auto``: the smaller one of its own and of the
-    request's limits, or the device's available memory. Other policies are unchanged.
+    """Resolve the memory budget of the policy ``Auto``. It is the smaller of the policy's budget
+    and the request's limits. If there is neither, it is the device's available memory. Other
+    policies are returned unchanged.
 
     Raises:
-      ValueError: if the budget can't hold ``tokens`` even with all layers on the host.
+      ValueError: if ``tokens`` tokens do not fit in the budget even with all layers on the host.
     """
     if not isinstance(choice, Auto):
         return choice
@@ -68,8 +70,8 @@ def limit_memory(
 def encoder_inputs(
     lm: LanguageModel, prompts: Prompts, options: GenerationOptions
 ) -> list[list[int]] | None:
-    """The prompts as token ids, if an encoder must read them: the decoder then starts with its
-    start token. None if the decoder continues the prompts.
+    """Return the prompts as token ids, if the model has an encoder, which must read them. The
+    decoder then begins with its start token. Returns None if the model has no encoder.
 
     Raises:
       ValueError: if the model has an encoder and a cache or prefix cache was given.
@@ -94,8 +96,8 @@ def encoder_inputs(
 
 
 def parse_rotary_len(config: ModelConfig, options: GenerationOptions, need: int) -> int | None:
-    """The length that rotary frequencies are computed for; None if they are computed for the
-    capacity, or do not depend on a length.
+    """Return the length for which rotary frequencies are computed; None if it is the capacity, or
+    the frequencies do not depend on the length.
 
     Raises:
       ValueError: if a cache was given, or a sequence without a cache would exceed ``rotary_len``.
@@ -118,7 +120,7 @@ def parse_rotary_len(config: ModelConfig, options: GenerationOptions, need: int)
 
 
 def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
-    """The prefix tree of a request, with its tenant.
+    """Return the prefix tree of a request, with its tenant; None if there is none.
 
     Raises:
       ValueError: if options contradict the tree's settings.
@@ -155,15 +157,15 @@ def size_pools(
     *,
     rows: int,
 ) -> PolicyChoice:
-    """Set the size of page pools for ``samples`` continuations of each prompt. Continuations share
-    the full pages of their prompt.
+    """Set the size of page pools for ``samples`` continuations of each prompt, which share the full
+    pages of the prompt. Returns the policies.
 
     Args:
-      config: the model's.
+      config: the model's config.
       choice: the policies. ``Auto``, and layouts with a window or given ``pages``, are unchanged.
-      prompts: tokens of each prompt.
-      limit: the most new tokens per row.
-      samples: continuations of each prompt.
+      prompts: the number of tokens of each prompt.
+      limit: the maximum number of new tokens per row.
+      samples: the number of continuations of each prompt.
       rows: the number of prompts.
     """
     if isinstance(choice, Auto):
@@ -184,7 +186,8 @@ def size_pools(
 def _pages(
     policy: CachePolicy, size: int, prompts: tuple[int, ...], limit: int, samples: int
 ) -> int:
-    """Pages of ``size`` tokens that the continuations of any one of the prompts need."""
+    """Return the number of pages of ``size`` tokens that the continuations of one prompt need. It
+    is the maximum over the prompts."""
     page_group = policy.page_group
     assert page_group is not None
     needed = []

@@ -6,16 +6,16 @@ from typing import Protocol
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 CONTEXT = 8
-"""Tokens before the first new one that are decoded together with it."""
+"""How many of the tokens before the first new token are decoded together with it."""
 _MAX_PENDING = 64
-"""Tokens after which text is returned even if it ends in an incomplete character."""
+"""After this number of tokens, text is returned even if it ends in an incomplete character."""
 
 
 def whole_characters(decode: Callable[[list[int]], str], tokens: list[int]) -> list[int]:
-    """The longest end of ``tokens`` that decodes to whole characters; possibly [].
+    """Return the longest suffix of ``tokens`` that decodes to whole characters. It may be empty.
 
-    Decoders of SentencePiece tokenizers replace a whole run of byte tokens if the run begins inside
-    a character. Then the tokens after it could not be decoded either.
+    If a run of byte tokens begins inside a character, decoders of SentencePiece tokenizers replace
+    the whole run. Then the tokens after it could not be decoded either.
     """
     ends = (tokens[start:] for start in range(len(tokens)))
     return next((end for end in ends if _REPLACEMENT not in decode(end)), [])
@@ -25,8 +25,8 @@ class TextStream:
     """Decodes one token at a time, and withholds text while its last character is incomplete.
 
     New tokens are decoded together with the previous piece, because a token's text can depend on
-    its neighbors. (``tokenizers.decoders.DecodeStream`` works the same way, but fails if
-    a stray byte changes text that it has already returned.)
+    its neighbors. (``tokenizers.decoders.DecodeStream`` works the same way, but fails if a stray
+    byte changes text that it has already returned.)
 
     Example:
       ```python
@@ -40,18 +40,18 @@ class TextStream:
         """Begin a text.
 
         Args:
-          decode: token ids to text.
-          after: tokens before the first new one; their text is not returned.
+          decode: a function from token ids to text.
+          after: the tokens before the first new one. Their text is not returned.
         """
         self._decode = decode
         before = [int(i) for i in after][-CONTEXT:]
         self._before = whole_characters(decode, before) or before
         self._pending: list[int] = []
         self.withheld = ""
-        """Withheld text, which later tokens may change."""
+        """The withheld text, which later tokens may change."""
 
     def push(self, token: int) -> str:
-        """Add a token. Returns the text that it completes, possibly ""."""
+        """Add a token. Returns the text that it completes, which may be empty."""
         self._pending.append(int(token))
         text = self._new_text()
         incomplete = text.endswith(_REPLACEMENT) and len(self._pending) < _MAX_PENDING
@@ -61,7 +61,7 @@ class TextStream:
         return self._release(text)
 
     def finish(self) -> str:
-        """The withheld text, with replacement characters for incomplete characters."""
+        """Return the withheld text, with replacement characters for incomplete characters."""
         return self._release(self._new_text()) if self._pending else ""
 
     def _release(self, text: str) -> str:
@@ -76,14 +76,14 @@ class TextStream:
 
 
 class TokenDecoder(Protocol):
-    """Decodes one token at a time: see ``TextStream``."""
+    """An object that decodes one token at a time, like ``TextStream``."""
 
     def push(self, token: int, /) -> str: ...
     def finish(self) -> str: ...
 
 
 class Tokenizer(Protocol):
-    """What generation requires of a tokenizer: see ``kvjax.models.text.Tokenizer``."""
+    """The methods that generation needs from a tokenizer; see ``kvjax.models.text.Tokenizer``."""
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
     def stream(self, after: Iterable[int] = (), /) -> TokenDecoder: ...
@@ -92,10 +92,11 @@ class Tokenizer(Protocol):
 class RowText:
     """The new tokens and the text of one row, up to the beginning of a stop string.
 
-    ``take`` returns, piece by piece, the text and tokens that no stop string can remove.
+    ``take`` returns the text and tokens that no stop string can remove, piece by piece.
 
     Attributes:
-      tokens, text: all new tokens and their text.
+      tokens: all new tokens.
+      text: the text of the new tokens.
       finish_reason: why the row has ended; None while it runs.
     """
 
@@ -111,12 +112,12 @@ class RowText:
         """Begin a row.
 
         Args:
-          tokenizer: None for a model without one; then the text stays empty.
+          tokenizer: the tokenizer. With None, the text stays empty.
           prompt: the tokens before the new ones.
           stops: strings that end the row.
-          least: new tokens before a stop string may end the row. The string may begin among them,
-            but they stay.
-          guided: whether a guide checks every character. Then a leading space is text, although
+          least: the minimum number of new tokens before a stop string may end the row. A stop
+            string may begin in these tokens, but they are kept.
+          guided: whether a guide checks every character. A leading space is then kept, although
             SentencePiece tokenizers would omit it.
         """
         self.tokens: list[int] = []
@@ -127,15 +128,15 @@ class RowText:
         if tokenizer is not None:
             before = _after_a_letter(tokenizer, prompt) if guided else prompt
             self._stream = tokenizer.stream(before)
-        # For each token with known text, where in `text` it starts and ends. For the other tokens,
-        # the text that was withheld before them.
+        # For each token whose text is known, the index in `text` where it starts and ends. For
+        # other tokens, the text that was withheld before them.
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._withheld_before: list[str] = []
         self._taken = (0, 0)
 
     def push(self, token: int) -> None:
-        """Append a token, unless the row has ended."""
+        """Append a token, if the row has not ended."""
         if self.finish_reason is None:
             self._withheld_before.append(getattr(self._stream, "withheld", ""))
             self.tokens.append(token)
@@ -144,14 +145,14 @@ class RowText:
                 self._extend(text)
 
     def finish(self, reason: str) -> None:
-        """End the row for ``reason``, unless it has ended."""
+        """End the row for ``reason``, if it has not ended."""
         if self.finish_reason is None:
             self._extend("" if self._stream is None else self._stream.finish())
         if self.finish_reason is None:
             self.finish_reason = reason
 
     def cut(self) -> None:
-        """End the row after the last ``take``, unless it has ended."""
+        """End the row where the last ``take`` ended, if the row has not ended."""
         if self.finish_reason is None:
             characters, tokens = self._taken
             self.text = self.text[:characters]
@@ -159,22 +160,22 @@ class RowText:
             self.finish_reason = "stopped"
 
     def starts(self, first: int = 0) -> list[int]:
-        """Where in ``text`` each token from ``first`` on starts, as far as this is known. Tokens
-        after a stop string start at the end of ``text``."""
+        """Return the index in ``text`` at which each token from ``first`` on starts, as far as it
+        is known. Tokens after a stop string start at the end of ``text``."""
         return [min(start, len(self.text)) for start in self._starts[first : len(self.tokens)]]
 
     @property
     def num_taken(self) -> int:
-        """Tokens that ``take`` has returned."""
+        """The number of tokens that ``take`` has returned."""
         return self._taken[1]
 
     @property
     def pending(self) -> int:
-        """Tokens that a stop string may still remove."""
+        """The number of tokens that a stop string may still remove."""
         return len(self.tokens) - self._taken[1] if self.finish_reason is None else 0
 
     def take(self) -> tuple[str, list[int]]:
-        """The text and tokens that have become final since the last call."""
+        """Return the text and tokens that have become final since the last call."""
         characters, tokens = len(self.text), len(self.tokens)
         if self.finish_reason is None:
             characters -= self._withheld()
@@ -185,7 +186,7 @@ class RowText:
     def _extend(self, text: str) -> None:
         searched = len(self.text)
         self.text += text
-        # Tokens that form one character together start and end where the character does.
+        # Tokens that together form one character start and end where the character does.
         self._ends += [len(self.text)] * (len(self.tokens) - len(self._ends))
         self._starts += [searched + _common_length(x, text) for x in self._withheld_before]
         self._withheld_before.clear()
@@ -198,14 +199,16 @@ class RowText:
             if start >= 0:
                 matches.append((start + len(stop), start))
         if matches:
-            # The stop string that ends first, however the text was divided into tokens.
+            # Choose the stop string that ends first, no matter how the text was divided into
+            # tokens.
             end = min(matches)[1]
             self.text = self.text[:end]
             del self.tokens[max(bisect_right(self._ends, end), self._least) :]
             self.finish_reason = "stop"
 
     def _withheld(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Return the number of characters at the end of the text that may be the beginning of a
+        stop string."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self.text))
         for length in range(longest, 0, -1):
             if any(stop.startswith(self.text[-length:]) for stop in self._stops):
@@ -214,8 +217,8 @@ class RowText:
 
 
 def _after_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
-    """The last tokens of a prompt, after a letter that is always visible. SentencePiece tokenizers
-    omit a space at the beginning of the visible text."""
+    """Return the tokens of a letter, followed by the last tokens of a prompt. The letter is always
+    visible, and SentencePiece tokenizers omit a space at the beginning of the visible text."""
     letter = tokenizer.encode("x", add_special_tokens=False)[:CONTEXT]
     last = prompt[len(prompt) - min(len(prompt), CONTEXT - len(letter)) :]
     decode = getattr(tokenizer, "decode", None)  # custom tokenizers may not have it
@@ -223,6 +226,6 @@ def _after_a_letter(tokenizer: Tokenizer, prompt: Sequence[int]) -> list[int]:
 
 
 def _common_length(one: str, other: str) -> int:
-    """The length of the common prefix of two strings."""
+    """Return the length of the common prefix of two strings."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))

@@ -1,4 +1,4 @@
-"""Run an encoder once per text; its output is a cache that the decoder attends to."""
+"""Encoders: each text is encoded once, and the decoder attends to a cache of the output."""
 
 import functools
 from dataclasses import replace
@@ -22,12 +22,12 @@ NOT_ENCODED = "this model's encoder has read no text: call lm.with_encoder_input
 
 
 def has_encoded(lm: object) -> bool:
-    """Whether the model has an encoder that has read its texts."""
+    """Whether the model has an encoder that has already read texts."""
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
 
 def without_source(params: dict[str, PyTree]) -> dict[str, PyTree]:
-    """The parameters without the encoder's cache."""
+    """Return the parameters without the encoder's cache."""
     return {name: node for name, node in params.items() if name != SOURCE}
 
 
@@ -55,13 +55,14 @@ def refuse_auto(choice: object) -> None:
 def source_bytes(
     lm: LoadedModel, choice: PolicyChoice | None, texts: list[list[int]], rows: int
 ) -> int:
-    """Device memory in bytes that the encoder's cache takes for these texts in ``rows`` rows."""
+    """Return the bytes of device memory of the encoder's cache for these texts in ``rows`` rows."""
     policies, width = _policies(lm, choice), capacity_bucket(max(map(len, texts)))
     return device_bytes(lm.config, policies, rows, width, lm.mesh)
 
 
 def _policies(lm: LoadedModel, choice: PolicyChoice | None) -> list[CachePolicy]:
-    """The policies of the encoder's cache: dense, because all its tokens arrive at once."""
+    """Return the policies of the encoder's cache. They are dense, because all tokens are appended
+    in one call."""
     choice = "static" if choice is None else choice
     return [replace(each, layout=Dense()) for each in per_layer(choice, lm.config)]
 
@@ -71,8 +72,9 @@ def encode_source(lm: Any, tokens: Tokens, lengths: PerRow, choice: PolicyChoice
 
     Args:
       lm: a model with an encoder.
-      tokens, lengths: int32[batch, new], right-padded, and int32[batch].
-      choice: a policy; its codecs and placements are used, its layout is not.
+      tokens: int32[batch, new], right-padded.
+      lengths: int32[batch], the number of real tokens per row.
+      choice: a policy. Its codecs and placements are used, but not its layout.
     """
     rows, width = tokens.shape
     source = init_cache(lm.config, _policies(lm, choice), batch=rows, max_len=width, mesh=lm.mesh)

@@ -1,4 +1,4 @@
-"""Generate text from prompts: at once, piece by piece, the best of samples, or only a cache."""
+"""Generate text from prompts: all of it, piece by piece, the best samples, or only a cache."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ from kvjax.sampling.scores import TokenScore
 
 
 class BestOf(Iterator[Piece]):
-    """A generation of all samples, whose result contains the best ones."""
+    """A generation of several samples per prompt. Its result contains the best ones."""
 
     def __init__(
         self,
@@ -74,10 +74,11 @@ def best_rows(
 
     Args:
       logprobs: the scores of each row's tokens.
-      samples, kept: rows per prompt, and how many of them to return.
+      samples: the number of rows per prompt.
+      kept: how many rows per prompt to return.
 
     Returns:
-      int[prompts, kept], the best rows, best first; for equal ones the first. And the mean
+      The best rows, int[prompts, kept], best first (equal rows in their order), and the mean
       log-probability of every row, minus infinity for a row without tokens.
     """
     means = [float(np.mean([x.logprob for x in row])) if row else -np.inf for row in logprobs]
@@ -115,7 +116,7 @@ def _best(result: GenerationResult, request: GenerationRequest, padding: int) ->
 
 
 RunningGeneration = Stream | BeamStream | BestOf
-"""A generation as an iterator over pieces, with the ``result`` after the last one."""
+"""A generation as an iterator over pieces. After the last piece it has a ``result``."""
 
 
 @explicit_signature(GenerateKeywords)
@@ -124,82 +125,88 @@ def generate(
     lm: LanguageModel, prompts: Prompts, **settings: Unpack[GenerateKeywords]
 ) -> GenerationResult:
     """Continue prompts. Decoding is greedy unless a temperature is given, even if the checkpoint
-    recommends one.
+    recommends a temperature.
 
     Args:
       lm: a model from ``kvjax.models.load``.
-      prompts: a text, a list of texts, or a list of lists of token ids, of any lengths. If the
-        model has an encoder, the encoder reads them once; the cache policy's codecs and placements
+      prompts: a text, a list of texts, or a list of lists of token ids. Lengths may differ. If the
+        model has an encoder, it reads the prompts once. The codecs and placements of ``cache``
         apply to its output too.
-      max_new_tokens: the most new tokens per row.
+      max_new_tokens: the maximum number of new tokens per row.
       cache: a policy, its name, a list with one policy per layer, or the ``KVCache`` of an earlier
-        result. Prompts are appended to a given cache. It lacks the last new tokens of each row,
-        ``result.pending_tokens``, so prompts should begin with these. A given cache is donated; to
-        use it again, pass a ``kvjax.fork`` of it.
-      max_len: tokens per row that the cache can hold. The default is the number that the request
-        needs, rounded up to 2**k or 3 * 2**k so that similar lengths share compiled programs. It is
-        not rounded if that would change the frequencies of length-dependent rotary embeddings
-        (dynamic, longrope). kvjax computes these for ``max_len``, Transformers for the current
-        length, so beyond the trained length a larger ``max_len`` changes every logit.
-      rotary_len: the length that these frequencies are computed for, instead of ``max_len``.
-      seed: row ``i`` draws with ``seed + i``; or a list with one seed per row. The draws of a row
-        do not depend on other rows.
-      {sampling parameters}
-      logit_bias: numbers, by token id, that are added to the logits of these tokens.
-      stop: strings that end a row; its text ends before them.
+        result. Prompts are appended to a given cache. Prompts should begin with
+        ``result.pending_tokens``, the last new tokens of each row, because the cache does not
+        contain them. A given cache is donated; to use it again, pass a ``kvjax.fork`` of it.
+      max_len: the maximum number of tokens per row in the cache. The default is the number that the
+        request needs, rounded up to 2**k or 3 * 2**k so that similar lengths share compiled
+        programs. It is not rounded if this would change the frequencies of length-dependent rotary
+        embeddings (dynamic, longrope). kvjax computes these frequencies for ``max_len``, and
+        Transformers for the current length. So a larger ``max_len`` beyond the trained length
+        changes every logit.
+      rotary_len: the length for which these frequencies are computed, instead of ``max_len``.
+      seed: an integer, with which row ``i`` draws with the seed ``seed + i``, or a list with one
+      seed per row. The draws of a row do not depend on other rows. {sampling parameters}
+      logit_bias: a mapping from token ids to numbers that are added to the logits of these tokens.
+      stop: strings that end a row. The row's text ends before the string.
       eos_token_ids: tokens that end a row; by default the checkpoint's. These and the
         decoder's start token are the only values that kvjax takes from ``generation_config.json``.
-      use_cache: False processes the whole sequence again for every token: the baseline.
-      prefill_chunk: prompts are prefilled in chunks of this many tokens. The last chunk is padded
-        to a power of two.
-      limits: the most rows, tokens and bytes that a request may take.
-      mesh: devices to shard the model and the cache over, see ``make_mesh``; by default the mesh
-        that the model was loaded on. Moving the model takes time, so a model that is used often
-        should be loaded on its mesh. If ``data`` does not divide the rows, empty rows are added;
+      use_cache: if False, the whole sequence is processed again for every token. This is the
+        baseline for comparisons.
+      prefill_chunk: the number of tokens of the chunks in which prompts are prefilled. The last
+        chunk is padded to a power of two.
+      limits: the maximum numbers of rows, tokens and bytes of a request.
+      mesh: devices over which the model and the cache are sharded, see ``make_mesh``. The default
+        is the mesh on which the model was loaded. Moving the model takes time, so load a model that
+        you use often on its mesh. If ``data`` does not divide the rows, empty rows are added;
         ``result.cache`` contains them too.
-      n: continuations of each prompt, in consecutive rows, each with its own seed. The prompt is
-        prefilled once, and a paged cache stores its full pages once.
-      best_of: draw this many continuations of each prompt, and return the ``n`` with the highest
-        mean log-probability under the model's distribution, best first. Not for ``stream``.
-      num_beams: above 1, run a beam search with this many beams per prompt, as in Transformers, and
-        return the ``n`` best sequences, best first (``result.sequence_scores``). Penalties, bias
-        and hook then apply to log-probabilities. Beams share prompts as samples do.
+      n: the number of continuations of each prompt. They are in consecutive rows, and each has its
+        own seed. The prompt is prefilled once, and a paged cache stores its full pages once.
+      best_of: the number of continuations of each prompt that are drawn. The ``n`` with the highest
+        mean log-probability under the model's distribution are returned, best first. ``stream``
+        does not support it.
+      num_beams: the number of beams per prompt. Above 1, a beam search runs as in Transformers, and
+        the ``n`` best sequences are returned, best first (``result.sequence_scores``). Penalties,
+        bias and hook then apply to log-probabilities. Beams share a prompt's prefill and pages like
+        the continuations of ``n``.
       length_penalty: a sequence's score is its log-probability divided by its length to this power.
         Values above 0 favor longer sequences, below 0 shorter ones.
-      early_stopping: when a search ends after it has found as many finished sequences as beams:
-        with True at once, with False when no unfinished beam currently scores higher, with "never"
-        when no beam can reach a higher score.
-      num_beam_groups, diversity_penalty: divide beams into groups. A group pays the penalty for
-        each token that a beam of an earlier group chose in the same step, after the other penalties
-        (Vijayakumar et al., "Diverse Beam Search", arXiv:1610.02424).
-      prefix_cache: a ``PrefixTree``, or ``tree.for_tenant(tenant)``. Prompt tokens that it has
-        cached are not computed again, and it caches the new ones. It has its own policy. Threads
-        that share one take turns.
-      logprobs: report two log-probabilities of each new token (``result.logprobs``): under the
-        model's distribution, before bias, filters and temperature, and under the filtered
-        distribution that it was drawn from. An integer ``k`` from 0 to 20 also reports the ``k``
-        most likely tokens; True is the same as 0.
-      guide: a constraint from ``Guides`` that new text must match, or a list with one per prompt,
-        None for no constraint. Each row advances its own copy (``result.guides``), so a guide can
-        be used again. A row with a guide ends at the end of its grammar, or at ``max_new_tokens``.
-        A beam copies the guide of the beam that it continues.
-      padded: return ``result.tokens`` and log-probabilities as arrays with ``max_new_tokens`` per
-        row, and ``result.lengths``.
-      logits_hook: a function that changes the logits before everything else, ``hook(logits, tokens,
-        length) -> logits``. ``logits``: float32[batch, vocab]. ``tokens``: int32[batch, room], the
-        prompt and the new tokens of each row, then padding. ``length``: int32[batch], how many of
-        ``tokens`` are real. It must be pure and use jax.numpy; it is traced once for every program.
-      draft: proposes tokens that the model verifies, several per pass: ``"lookup"`` or
-        ``PromptLookup`` for tokens that followed the same tokens earlier in the sequence; another
-        model with the same tokenizer; or ``DraftModel``. The result is the same as without a draft,
-        token for token (``stats.speculation`` says how many passes it saved), except for near
-        ties: a pass over several tokens rounds its last bits differently.
+      early_stopping: when a search ends after it has found as many finished sequences as beams.
+        With True, it ends immediately. With False, it ends when no unfinished beam has a higher
+        score at present. With "never", it ends when no beam can reach a higher score.
+      num_beam_groups, diversity_penalty: the number of groups into which beams are divided, and a
+        penalty. A group's scores are reduced by the penalty for each token that a beam of an
+        earlier group chose in the same step, after the other penalties (Vijayakumar et al.,
+        "Diverse Beam Search", arXiv:1610.02424).
+      prefix_cache: a ``PrefixTree``, or ``tree.for_tenant(tenant)``. Prompt tokens that the tree
+        has cached are not computed again, and it caches new tokens. It has its own policy. Threads
+        that share a tree take turns.
+      logprobs: whether to report two log-probabilities of each new token (``result.logprobs``). The
+        first is under the model's distribution, before bias, filters and temperature. The second is
+        under the filtered distribution from which the token was drawn. With an integer ``k`` from 0
+        to 20, the ``k`` most likely tokens are reported too. True is the same as 0.
+      guide: a constraint from ``Guides`` that new text must match, or a list with a guide or None
+        for each prompt. Each row advances its own copy (``result.guides``), so a guide can be used
+        again. A row with a guide ends at the end of its grammar, or at ``max_new_tokens``. A beam
+        copies the guide of the beam that it continues.
+      padded: whether ``result.tokens`` and log-probabilities are arrays with ``max_new_tokens``
+        entries per row. ``result.lengths`` then has the number of real tokens of each row.
+      logits_hook: a function ``hook(logits, tokens, length) -> logits`` that changes the logits
+        before all other sampling steps. ``logits``: float32[batch, vocab]. ``tokens``: int32[batch,
+        room], the prompt and the new tokens of each row, then padding. ``length``: int32[batch],
+        how many of ``tokens`` are real. The hook must be pure and use jax.numpy. It is traced once
+        for every program.
+      draft: the draft, which proposes tokens that the model verifies, several per pass. It is
+        ``"lookup"`` or ``PromptLookup`` for tokens that followed the same tokens earlier in the
+        sequence, another model with the same tokenizer, or a ``DraftModel``. The result is the same
+        as without a draft, token for token, except for near ties, because a pass over several
+        tokens rounds its last bits differently. ``stats.speculation`` says how many passes were
+        saved.
 
     Raises:
-      ValueError: before anything runs, if a prompt is empty or has a token outside the vocabulary,
-        prompt and new tokens exceed ``max_len`` or the model's positions, or an argument is out of
-        its range.
-      CacheOverflowError: if the given cache has overflowed before.
+      ValueError: if a prompt is empty or has a token outside the vocabulary, prompt and new tokens
+        exceed ``max_len`` or the model's positions, or an argument is out of its range. It is
+        raised before the model runs.
+      CacheOverflowError: if the given cache had already overflowed.
       NonFiniteError: if logits are not finite. No token is drawn from them.
 
     Example:
@@ -222,10 +229,11 @@ def stream(
 
     Returns:
       An iterator over ``Piece``s. Incomplete characters, and text that may be the beginning of a
-      stop string, are withheld, so the pieces of a row, joined, are exactly its text and tokens.
-      After the last piece, ``.result`` is what ``generate`` would have returned. Arguments are
-      checked at once. ``NonFiniteError``, and errors of a ``prefix_cache``, are raised by the
-      iteration: the prefix tree leases its pages when the first piece is requested.
+      stop string, are withheld until they are complete. So the joined pieces of a row are exactly
+      its text and tokens. After the last piece, ``.result`` is what ``generate`` would have
+      returned. Arguments are checked when ``stream`` is called. ``NonFiniteError``, and errors of a
+      ``prefix_cache``, are raised by the iteration, because the prefix tree leases its pages when
+      the first piece is requested.
 
     Example:
       ```python
@@ -256,18 +264,18 @@ def prefill(
     prefill_chunk: int = PREFILL_CHUNK,
     mesh: Mesh | None = None,
 ) -> tuple[KVCache, Logits]:
-    """Process prompts into a cache, as ``generate`` does before its first token.
+    """Process prompts into a cache, as ``generate`` does before it chooses the first token.
 
     Args:
       lm, prompts, cache, max_len, rotary_len, prefill_chunk, mesh: as for ``generate``. By default
-        the cache can hold at least one more token, if the model has a position for it.
+        the cache has room for at least one more token, if the model has a position for it.
 
     Returns:
-      The cache, and the logits after each prompt, float32[batch, vocab]: the start of your own
-      decode loop. ``kvjax.repeat(cache, n)`` repeats each prompt ``n`` times.
+      The cache, and the logits after each prompt, float32[batch, vocab], from which you can start
+      your own decode loop. ``kvjax.repeat(cache, n)`` repeats each prompt ``n`` times.
 
     Raises:
-      ValueError, CacheOverflowError: as ``generate``.
+      ValueError, CacheOverflowError: for the same reasons as ``generate``.
 
     Example:
       ```python
@@ -287,7 +295,7 @@ def prefill(
     request = prepare_request(lm, prompts, options)
     full = request.capacity == request.positions != position_limit(lm.config)
     if max_len is None and request.cache is None and full:
-        # Add a position for the token that the caller appends next.
+        # Reserve a position for the token that the caller appends next.
         request = prepare_request(lm, prompts, replace(options, max_new_tokens=2))
     session = Session(lm, request)
     session.start()
@@ -306,11 +314,11 @@ def start_generation(
     streamed: bool,
     chunks: list[PromptChunk] | None = None,
 ) -> RunningGeneration:
-    """A generation that runs while it is iterated over.
+    """Create a generation that runs while you iterate over it.
 
     Args:
       lm, request: the model and a checked request.
-      streamed: whether the text is read while it is generated.
+      streamed: whether a reader uses the text while it is generated.
       chunks: the prompts in chunks, if they are already on the device.
 
     Raises:

@@ -28,8 +28,8 @@ from kvjax.policies.presets import PolicyChoice
 
 
 def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> None:
-    """Raise ``ValueError`` if parameters differ from a model's own in names or shapes, or, with
-    ``dtypes``, in dtypes."""
+    """Raise ``ValueError`` if parameters differ from a model's parameters ``own`` in names or
+    shapes or, if ``dtypes`` is True, in dtypes."""
     if not all(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(params)):
         raise ValueError("parameters must be a pytree of arrays only")
     if _forms(params, dtypes) == _forms(own, dtypes):
@@ -65,8 +65,9 @@ def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> N
 
 
 def without_weak_types(params: PyTree) -> PyTree:
-    """Parameters without weak types, such as the type of ``jnp.full(shape, 0.5)``. An optimizer
-    returns strongly typed parameters, which would otherwise compile every program again."""
+    """Convert weakly typed parameters, such as ``jnp.full(shape, 0.5)``, to strongly typed ones. An
+    optimizer returns strongly typed parameters. If the first ones were weakly typed, every program
+    would be compiled again."""
 
     def convert(x: Array) -> Array:
         weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type
@@ -76,8 +77,8 @@ def without_weak_types(params: PyTree) -> PyTree:
 
 
 def cast_params(params: PyTree, own: PyTree) -> PyTree:
-    """Parameters with the dtypes and, if both are arrays, the shardings of a model's own. Arrays
-    that already have them are not copied."""
+    """Convert parameters to the dtypes and, if both are arrays, to the shardings of a model's
+    parameters ``own``. Arrays that already have them are not copied."""
     check_params_match(params, own, dtypes=False)
     leaves, structure = jax.tree.flatten(params)
     targets = jax.tree.leaves(own)
@@ -103,31 +104,32 @@ def _cast(arrays: list[jax.Array], dtypes: tuple[np.dtype, ...]) -> list[jax.Arr
 
 
 def _forms(params: PyTree, dtypes: bool) -> tuple[object, ...]:
-    """Structure, shapes and dtypes. Comparing them is faster than comparing names; rollouts do it
-    at every step."""
+    """Return the structure, shapes and dtypes of parameters. Comparing these is faster than
+    comparing names, and rollouts do it at every step."""
     leaves, structure = jax.tree.flatten(params)
     return structure, [(np.shape(x), x.dtype if dtypes else None) for x in leaves]
 
 
 def _named(params: PyTree) -> dict[str, jax.Array]:
-    """The arrays by name, such as ``layers.0.weight``."""
+    """Return the arrays by name, such as ``layers.0.weight``."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
 
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """A model, its parameters and its tokenizer: all that text generation needs.
+    """A model, its parameters and its tokenizer, which is all that text generation needs.
 
     Attributes:
       config: the model's sizes and settings.
       params: a pytree of arrays. Models of ``kvjax.models`` have nested dicts, whose keys are the
-        parts of the tensor names in Transformers; weights of linear layers are [out, in].
-      tokenizer: None for a model without one.
+        parts of the tensor names in Transformers. Weights of linear layers are [out, in].
+      tokenizer: the tokenizer; None for a model without one.
       generation: values of ``generation_config.json``.
-      architecture: the model without its parameters; hashable, the static argument for ``jit``.
+      architecture: the model without its parameters. It is hashable, and a static argument for
+        ``jit``.
       source: the checkpoint's folder, or another name of the model's origin.
-      mesh: the devices that the parameters are sharded over; None for one device.
+      mesh: the devices over which the parameters are sharded; None for one device.
 
     Example:
       ```python
@@ -160,11 +162,11 @@ class LanguageModel:
 
     @without_mesh_context
     def on(self, mesh: Mesh) -> "LanguageModel":
-        """The same model with its parameters sharded over a mesh.
+        """Return the same model with its parameters sharded over a mesh.
 
         Raises:
-          ValueError: if the mesh has other axes than ``make_mesh`` creates, or the model's encoder
-            has already read texts.
+          ValueError: if the mesh has axes that ``make_mesh`` does not create, or the model's
+            encoder has already read texts.
         """
         if mesh == self.mesh:
             return self
@@ -177,18 +179,18 @@ class LanguageModel:
         return replace(self, params=params, mesh=mesh)
 
     def with_params(self, params: PyTree) -> "LanguageModel":
-        """The same model with other parameters, for example after a training step. Nothing is
-        copied, and nothing is compiled again.
+        """Return the same model with different parameters, for example after a training step.
+        Nothing is copied or compiled again.
 
         Raises:
-          ValueError: if names, shapes or dtypes differ; ``put`` casts dtypes.
+          ValueError: if names, shapes or dtypes differ. Use ``put`` to cast dtypes.
         """
         check_params_match(params, self.params)
         return replace(self, params=without_weak_types(params))
 
     def put(self, params: PyTree) -> PyTree:
         """Cast parameters to this model's dtypes, and move them to its devices and shardings. Use
-        this for the parameters of a trainer, which may have wider dtypes or other shardings.
+        this for the parameters of a trainer, which may have wider dtypes or different shardings.
 
         Raises:
           ValueError: if names or shapes differ.
@@ -214,17 +216,18 @@ class LanguageModel:
     def with_encoder_inputs(
         self, texts: str | Sequence[str] | Sequence[Sequence[int]], cache: PolicyChoice = "static"
     ) -> "LanguageModel":
-        """Run the encoder over texts. The result is the same model with the encoder's output, which
-        its decoder attends to, row by row. ``generate`` and ``stream`` do this themselves.
+        """Run the encoder over texts, and return the same model with the encoder's output.
 
-        The output depends on the parameters: after a training step, call this again.
+        Each row of the decoder attends to the output for its text. ``generate`` and ``stream`` call
+        this method themselves. The output depends on the parameters, so call it again after a
+        training step.
 
         Args:
-          texts: as for ``encode``. A call of the decoder has one row per text, or the same number
-            of consecutive rows per text. On a mesh, empty rows are added until ``data`` divides
-            their number.
+          texts: as for ``encode``. A call of the decoder has one row per text, or several
+            consecutive rows per text, equally many for each. On a mesh, empty rows are added until
+            ``data`` divides the number of rows.
           cache: a policy or its name, for the keys and values of cross-attention. Its codecs and
-            placements are used, its layout is not.
+            placements are used, but not its layout.
 
         Raises:
           ValueError: if the model has no encoder, a text is empty, or the policy is ``Auto``.
@@ -242,14 +245,15 @@ class LanguageModel:
 
     @property
     def apply(self) -> Callable[..., PyTree]:
-        """``apply(params, tokens, cache=None, ...)``; see ``kvjax.models.Architecture.apply``."""
+        """The function ``apply(params, tokens, cache=None, ...)``; see
+        ``kvjax.models.Architecture.apply``."""
         return self.architecture.apply
 
     @without_mesh_context
     def encode(
         self, texts: str | Sequence[str] | Sequence[Sequence[int]]
     ) -> tuple[Int[Array, "batch new"], Int[Array, " batch"]]:
-        """Token ids of texts, padded on the right.
+        """Return the token ids of texts, padded on the right.
 
         Args:
           texts: a text, a list of texts, or a list of lists of token ids.
@@ -274,7 +278,7 @@ class LanguageModel:
     def _put(
         self, ids: list[list[int]], width: int
     ) -> tuple[Int[Array, "batch width"], Int[Array, " batch"]]:
-        """Padded tokens and lengths, on the devices of the parameters."""
+        """Put padded tokens and lengths on the devices of the parameters."""
         lengths = np.array([len(row) for row in ids], np.int32)
         tokens = np.full((len(ids), width), self.pad_token_id, np.int32)
         for number, row in enumerate(ids):
@@ -304,8 +308,8 @@ class LanguageModel:
 
     @property
     def decoder_start_token_id(self) -> int:
-        """The first token of an encoder-decoder model's decoder: ``decoder_start_token_id`` of the
-        checkpoint, or its BOS token, or padding."""
+        """The first token of an encoder-decoder model's decoder. It is the checkpoint's
+        ``decoder_start_token_id``, or else its BOS token, or else its padding token."""
         candidates = self.generation.decoder_start_token_id, self.generation.bos_token_id
         return next((token for token in candidates if token is not None), self.pad_token_id)
 
@@ -313,7 +317,7 @@ class LanguageModel:
         """Check that token ids are in the model's vocabulary.
 
         Raises:
-          ValueError: if an id is not; the message names it, and the vocabulary's size.
+          ValueError: if an id is not. The message has the id and the size of the vocabulary.
         """
         for i in ids:
             if not 0 <= i < self.config.vocab_size:
@@ -323,7 +327,7 @@ class LanguageModel:
                 )
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of one row of token ids.
+        """Return the text of one row of token ids.
 
         Raises:
           ValueError: if the model has no tokenizer, or ``ids`` is not one row.
@@ -331,7 +335,8 @@ class LanguageModel:
         return self._need_tokenizer().decode(_ints(ids), skip_special_tokens=skip_special_tokens)
 
     def chat(self, messages: Sequence[Mapping[str, object]], **options: object) -> list[int]:
-        """Token ids of a conversation, ready for an answer; see ``kvjax.models.Tokenizer.chat``.
+        """Return the token ids of a conversation, up to where the answer begins; see
+        ``kvjax.models.Tokenizer.chat``.
 
         Raises:
           ValueError: if the model has no tokenizer or no chat template, or the template rejects the
@@ -349,7 +354,7 @@ class LanguageModel:
 
 
 def _ints(ids: Iterable[int]) -> list[int]:
-    """One row of token ids as Python ints."""
+    """Convert one row of token ids to Python ints."""
     try:
         values = np.asarray(jax.device_get(ids) if isinstance(ids, jax.Array) else list(ids))
     except (TypeError, ValueError):

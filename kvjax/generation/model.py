@@ -1,4 +1,5 @@
-"""What generation requires of a model, how a long call is processed in chunks, and capacities."""
+"""Requirements of generation on a model, processing of a long call in chunks, and cache
+capacities."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,9 @@ from kvjax.policies.model_config import (
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """The values of a checkpoint's ``generation_config.json``; None if it does not give one.
+    """The values of a checkpoint's ``generation_config.json``. A value that the file does not have
+    is None.
+
     ``decoder_start_token_id`` is the first token of the decoder of an encoder-decoder model.
 
     Example:
@@ -65,7 +68,7 @@ class Model(Protocol):
 
 
 class ModelConfig(CacheShape, Protocol):
-    """What generation requires of a model's config."""
+    """The attributes that generation needs from a model's config."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -73,8 +76,8 @@ class ModelConfig(CacheShape, Protocol):
 
 @allow_host_to_device
 def check_model(lm: Any, *, inside: bool = False) -> None:
-    """Raise ``ValueError`` if ``lm`` can't generate; also inside ``jit``, unless ``inside`` is
-    set."""
+    """Raise ``ValueError`` if ``lm`` can't generate, or if this is called inside ``jit`` and
+    ``inside`` is False."""
     parts = ("config", "params", "mesh", "tokenizer", "generation", "architecture")
     if missing := [part for part in parts if not hasattr(lm, part)]:
         raise ValueError(
@@ -113,14 +116,17 @@ def check_device(lm: LoadedModel) -> None:
 
 
 MAX_CHUNK = 1024
-"""The most tokens of a long call that are processed together."""
+"""The maximum number of tokens of a long call that are processed together."""
 
 
 def chunk_size(cache: KVCache, last_only: bool, new: int) -> int:
-    """Tokens of a long call that are processed together. The limit is the slack of ring layouts; if
-    only the last logits are needed, also ``MAX_CHUNK``, because the hidden states of a long call
-    would take more memory than its cache. Policies with ``prefill="exact"`` ignore ``MAX_CHUNK``:
-    there the result depends on how a sequence is divided into calls."""
+    """Return how many tokens of a long call are processed together.
+
+    The slack of ring layouts limits it. If only the last logits are needed, ``MAX_CHUNK`` limits it
+    too, because the hidden states of a long call would take more memory than its cache. With
+    ``prefill="exact"``, ``MAX_CHUNK`` is ignored, because results then depend on how a sequence is
+    divided into calls.
+    """
     exact = any(layer.policy.prefill == "exact" for layer in cache.layers)
     size = MAX_CHUNK if last_only and not exact else new
     return min(size, cache.chunk or size)
@@ -135,15 +141,15 @@ def apply_in_chunks(
     last_only: bool,
     vocab: int,
 ) -> tuple[Array, KVCache]:
-    """``run(tokens, cache, lengths)``, which returns logits and the cache. A long call is a scan
-    over chunks, compiled once. With ``last_only``, it returns the logits after each row's last
-    real token only."""
+    """Call ``run(tokens, cache, lengths)``, which returns logits and the cache. A long call becomes
+    a scan over chunks. With ``last_only``, only the logits after each row's last real token are
+    returned."""
     batch, new = tokens.shape
     size = chunk_size(cache, last_only, new)
     if new <= size:
         return run(tokens, cache, lengths)
     count = -(-new // size)
-    # A row takes all tokens of the call or none, so admission precedes the first chunk.
+    # A row takes all tokens of the call or none. This is decided before the first chunk.
     cache, counts = admit(cache, new, lengths)
     chunks = jnp.pad(tokens, ((0, 0), (0, count * size - new)))
     chunks = chunks.reshape(batch, count, size).swapaxes(0, 1)
@@ -168,19 +174,20 @@ _SMALLEST_CAPACITY = 64
 
 
 def capacity_bucket(tokens: int) -> int:
-    """The smallest capacity 2**k or 3 * 2**k, from 64 up, that holds ``tokens``."""
+    """Return the smallest capacity of the form 2**k or 3 * 2**k, at least 64, in which ``tokens``
+    tokens fit."""
     power = max(_SMALLEST_CAPACITY, 1 << (tokens - 1).bit_length())
     between = power // 4 * 3
     return between if between >= max(tokens, _SMALLEST_CAPACITY) else power
 
 
 def max_capacity(cache: KVCache) -> int:
-    """Tokens per row that a cache can hold after it has grown."""
+    """Return the maximum number of tokens per row of a cache after it has grown."""
     return cache.max_len if cache.grows_to is None else cache.grows_to
 
 
 def grown_capacity(cache: KVCache, tokens: int) -> int:
-    """The capacity that a cache grows to in order to hold ``tokens`` per row."""
+    """Return the capacity to which a cache grows so that ``tokens`` tokens per row fit."""
     return min(capacity_bucket(tokens), max_capacity(cache))
 
 
@@ -194,15 +201,17 @@ def choose_capacity(
     new: str = "max_new_tokens=",
     rounded: bool = False,
 ) -> int:
-    """The capacity in tokens per row for a prompt of ``longest`` tokens and ``limit`` new ones.
+    """Choose the capacity in tokens per row for a prompt of ``longest`` tokens and ``limit`` new
+    tokens.
 
     Args:
-      config: the model's.
-      longest, limit: tokens of the longest prompt, and the most new tokens.
+      config: the model's config.
+      longest: the number of tokens of the longest prompt.
+      limit: the maximum number of new tokens.
       max_len: the value that the user gave, or None.
       given: the cache to continue, or None.
       new: how error messages introduce ``limit``.
-      rounded: round the capacity up even if rotary frequencies depend on it.
+      rounded: whether to round the capacity up even if rotary frequencies depend on it.
 
     Raises:
       ValueError: if ``max_len``, the model's positions or the given cache's capacity are too small.

@@ -1,4 +1,5 @@
-"""The keywords of ``generate`` and its relatives: their types, their defaults, and their checks."""
+"""The keywords of ``generate`` and similar functions: their types, their defaults, and their
+checks."""
 
 import functools
 import inspect
@@ -50,7 +51,7 @@ class DecodingKeywords(SamplingKeywords, PenaltyKeywords, total=False):
 
 
 class CompileKeywords(DecodingKeywords, total=False):
-    """Keywords of ``compile``: all that can select different compiled programs."""
+    """Keywords of ``compile``, which are all that can select different compiled programs."""
 
     num_beams: int
     num_beam_groups: int
@@ -58,7 +59,8 @@ class CompileKeywords(DecodingKeywords, total=False):
 
 
 class SearchKeywords(TypedDict, total=False):
-    """How many rows of a prompt are computed, and how results are selected among them."""
+    """Keywords that say how many rows of a prompt are computed, and how results are selected among
+    them."""
 
     n: int
     best_of: int | None
@@ -127,11 +129,11 @@ class GenerationOptions(SamplingParams):
 def explicit_signature(
     keywords: type, options_class: type = GenerationOptions, **defaults: object
 ) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A decorator for functions with ``**settings: Unpack[keywords]``: puts the names and defaults
-    of these keywords into the signature, for ``help``. Unknown keywords raise ``TypeError``.
+    """Decorate a function with ``**settings: Unpack[keywords]``, so that its signature has the
+    names and defaults of these keywords, for ``help``. Unknown keywords raise ``TypeError``.
 
-    A line ``{sampling parameters}`` of the docstring becomes the description of the sampling
-    parameters among them.
+    A line ``{sampling parameters}`` in the docstring is replaced by the description of those
+    keywords that are sampling parameters.
 
     Args:
       options_class: a dataclass with the keywords and their defaults.
@@ -178,15 +180,15 @@ def tokenize_prompts(
     what: str = "prompt",
     param: str = "prompts",
 ) -> list[list[int]]:
-    """Token ids of each prompt.
+    """Tokenize prompts, and check their token ids.
 
     Args:
       lm: the model.
       prompts: texts or token ids.
-      cache_lengths: tokens that each row of a given cache holds. A text that continues such a row
-        gets no BOS token.
-      what: what error messages call an entry of ``prompts``.
-      param: the argument that ``prompts`` came from, for errors.
+      cache_lengths: the number of tokens in each row of a given cache. A text that continues a row
+        with tokens gets no BOS token.
+      what: the name of an entry of ``prompts`` in error messages.
+      param: the name of the argument with the prompts, for errors.
     """
     try:
         entries = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -226,8 +228,8 @@ def _as_token_ids(entry: object, name: str, param: str) -> list[int]:
 
 
 def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str, param: str) -> None:
-    """Raise ``ArgumentError`` for a token id outside the vocabulary. ``name``: what the message
-    calls ``ids``; ``param``: the argument that they came from."""
+    """Raise ``ArgumentError`` for a token id outside the vocabulary. ``name`` is the name of
+    ``ids`` in the message, and ``param`` the name of the argument with the ids."""
     for i in ids:
         if not 0 <= i < config.vocab_size:
             message = (
@@ -240,7 +242,7 @@ def check_token_ids(config: ModelConfig, ids: Sequence[int], name: str, param: s
 def parse_logit_bias(
     config: ModelConfig, logit_bias: Mapping[int, float] | None
 ) -> dict[int, float]:
-    """The numbers that are added to logits, by token id."""
+    """Check ``logit_bias``. Returns the numbers that are added to logits, by token id."""
     if not isinstance(logit_bias, Mapping | None):
         message = f"logit_bias must map token ids to numbers, got {short_repr(logit_bias)}"
         raise ArgumentError(message, param="logit_bias")
@@ -255,8 +257,8 @@ def parse_logit_bias(
 def parse_logprobs(
     config: ModelConfig, logprobs: int | bool | None, *, name: str = "logprobs"
 ) -> int | None:
-    """How many of the most likely tokens to report with each new token; None for no
-    log-probabilities."""
+    """Check ``logprobs``. Returns how many of the most likely tokens to report with each new token;
+    None for no log-probabilities."""
     logprobs = as_python(logprobs)
     if logprobs is None or logprobs is False:
         return None
@@ -268,7 +270,7 @@ def parse_logprobs(
 
 
 def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
-    """The seed of each row."""
+    """Return the seed of each row."""
     seed = as_python(seed)
     if isinstance(seed, int):
         return [seed + row for row in range(rows)]
@@ -282,7 +284,7 @@ def parse_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
 def parse_eos_token_ids(
     lm: LanguageModel, eos_token_ids: int | Sequence[int] | None
 ) -> tuple[int, ...]:
-    """Tokens that end a row: the given ones, or the checkpoint's."""
+    """Return the tokens that end a row: the given ones, or else the checkpoint's."""
     if eos_token_ids is None:
         return tuple(lm.generation.eos_token_ids)
     given = as_python(eos_token_ids)
@@ -294,7 +296,7 @@ def parse_eos_token_ids(
 
 
 def parse_stop(lm: LanguageModel, stop: str | Sequence[str] | None) -> tuple[str, ...]:
-    """The strings that end a text."""
+    """Check ``stop``. Returns the strings that end a text."""
     given = () if stop is None else stop
     stops = (
         (given,)

@@ -1,8 +1,8 @@
 """The compiled programs of a generation: prefill of a chunk, the next token, and the decode loop.
 
 Each is compiled once per model, batch and capacity. The number of real tokens, the number of steps
-and the sampling parameters are traced. The cache is donated. A program continues a ``Context``: a
-sequence in a cache, or without a cache all its tokens.
+and the sampling parameters are traced. The cache is donated. A program continues a ``Context``,
+which is a sequence in a cache or, without a cache, all tokens of the sequence.
 """
 
 import functools
@@ -43,12 +43,12 @@ class Cached:
     def forward_all(
         self, model: Model, params: PyTree, tokens: Tokens, lengths: PerRow
     ) -> tuple[Float[Array, "batch new vocab"], "Cached"]:
-        """As ``forward``, with the logits after every token."""
+        """Append tokens like ``forward``, and return the logits after every token."""
         logits, cache = model.apply(params, tokens, self.cache, lengths=lengths)
         return logits, Cached(cache)
 
     def rewind(self, tokens: PerRow) -> "Cached":
-        """Remove each row's newest ``tokens``."""
+        """Remove the newest ``tokens`` tokens of each row."""
         return Cached(rewind(self.cache, tokens))
 
 
@@ -57,9 +57,9 @@ class Uncached:
     """A sequence without a cache. Every step processes all its tokens again.
 
     Attributes:
-      tokens: int32[batch, capacity].
-      length: int32[batch].
-      rotary_len: the length that rotary frequencies are computed for; None for the capacity.
+      tokens: int32[batch, capacity], the tokens of each row.
+      length: int32[batch], the number of tokens of each row.
+      rotary_len: the length for which rotary frequencies are computed; None for the capacity.
     """
 
     tokens: Array
@@ -68,7 +68,7 @@ class Uncached:
 
     @property
     def cache(self) -> None:
-        """None."""
+        """Always None."""
 
     def forward(
         self, model: Model, params: PyTree, tokens: Tokens, lengths: PerRow
@@ -116,9 +116,9 @@ def choose_and_score(
     *,
     allowed: Allowed | None = None,
 ) -> tuple[Progress, _Past, Scores | None]:
-    """Apply the user's hook, choose the next token of each unfinished row, and score it.
+    """Apply the user's hook, choose the next token of each unfinished row, and compute its scores.
 
-    Arguments as for ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is.
+    Arguments are as for ``choose_tokens`` and ``decode``. Scores are None if ``logprobs`` is None.
     """
     raw = logits
     if past is not None:
@@ -145,8 +145,8 @@ def choose_and_score(
 
 
 def gather_vocab(logits: Logits, context: Context) -> Logits:
-    """On a mesh, replicate the vocabulary axis of logits; rows stay sharded. Sampling reads logits
-    many times, and programs should not depend on how the model sharded them."""
+    """On a mesh, replicate the vocabulary axis of logits, while rows stay sharded. Sampling reads
+    logits many times, and programs should not depend on how the model sharded them."""
     mesh = None if context.cache is None else context.cache.mesh_sharding
     if mesh is None:
         return logits
@@ -169,8 +169,8 @@ def choose_tokens(
     Args:
       progress, past: the rows before this token.
       logits, filters, sampling, allowed: as for ``sample``.
-      limit: new tokens after which a row ends: one number, or one per row.
-      forced: int32[batch], tokens to take instead of a draw; -1 for none.
+      limit: the number of new tokens after which a row ends: one number, or one per row.
+      forced: int32[batch], tokens to use instead of drawing; -1 to draw.
     """
     token, finite = sample(
         logits, filters, sampling, count=progress.count, past=past, allowed=allowed
@@ -194,7 +194,7 @@ def choose_tokens(
 _T = TypeVar("_T")
 
 MAX_STEPS = 128
-"""The most steps that one dispatch of the decode loop runs."""
+"""The maximum number of steps that one dispatch of the decode loop runs."""
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("context", "logits"))
@@ -211,9 +211,10 @@ def prefill(
 
     Args:
       model, params, context: the model, and the sequences before this chunk.
-      logits: of rows whose prompts ended in an earlier chunk.
-      tokens, lengths: int32[batch, new], right-padded, and the number of real tokens.
-      ends: rows whose prompts end in this chunk.
+      logits: the logits of rows whose prompts ended in an earlier chunk.
+      tokens: int32[batch, new], right-padded.
+      lengths: int32[batch], the number of real tokens of each row.
+      ends: bool[batch], the rows whose prompts end in this chunk.
 
     Returns:
       The context, and the logits after the last token of each prompt that has ended.
@@ -224,7 +225,7 @@ def prefill(
 
 def repeat_rows(context: Context, logits: Logits, times: int) -> tuple[Context, Logits]:
     """Repeat every row and its logits ``times`` times, in consecutive rows. Repeated rows share
-    pages, so pages are donated and not copied."""
+    pages, so pages are donated instead of copied."""
     cache = context.cache
     if cache is None:
         return _repeat_arrays((context, logits), times)
@@ -262,8 +263,8 @@ def choose_first(
     past: TokenHistory | None,
     logprobs: int | None = None,
 ) -> tuple[Progress, TokenHistory | None, Scores | None]:
-    """Choose the first new token of each row, from the logits after its prompt. Arguments as for
-    ``decode``; scores have the shape [batch, 1]."""
+    """Choose the first new token of each row, from the logits after its prompt. Arguments are as
+    for ``decode``. Scores have the shape [batch, 1]."""
     zeros = jnp.zeros(logits.shape[0], jnp.int32)
     progress = Progress(zeros, zeros, zeros > 0, zeros > 0)
     progress, past, scores = choose_and_score(
@@ -291,16 +292,18 @@ def decode(
     """Choose ``steps`` more tokens per row, or stop when all rows have ended.
 
     Args:
-      model, filters, params, context, progress, sampling: the model, the rows, and how to sample.
+      model, params: the model.
+      context, progress: the rows.
+      filters, sampling: how tokens are sampled.
       past: the tokens of each row, if a penalty or hook needs them.
-      halt: rows to end now.
-      limit: int32, new tokens after which a row ends.
-      steps: int32, at most ``MAX_STEPS``.
+      halt: bool[batch], the rows to end now.
+      limit: int32[], the number of new tokens after which a row ends.
+      steps: int32[], the number of steps, at most ``MAX_STEPS``.
       logprobs: how many of the most likely tokens to score with each new token; None for no scores.
 
     Returns:
-      ``context``, ``progress`` and ``past``; the chosen tokens, int32[batch, MAX_STEPS]: a row has
-      as many as its ``count`` has grown by; their scores, [batch, MAX_STEPS].
+      ``context``, ``progress`` and ``past``; the chosen tokens, int32[batch, MAX_STEPS]; and their
+      scores, [batch, MAX_STEPS]. The number of tokens of a row is the increase of its ``count``.
     """
     progress = Progress(progress.token, progress.count, progress.done | halt, progress.broken)
     return decode_loop(
@@ -323,8 +326,8 @@ def decode_loop(
     *,
     ignore_broken: bool = False,
 ) -> tuple[Context, Progress, TokenHistory | None, Int[Array, "batch max_steps"], Scores | None]:
-    """``decode`` as a plain function, of at most ``max_steps`` steps. It stops when a row's logits
-    are not finite, unless ``ignore_broken``."""
+    """Do the work of ``decode`` as a plain function, with at most ``max_steps`` steps. Unless
+    ``ignore_broken``, it stops when a row's logits are not finite."""
     shape = progress.token.shape[0], max_steps
     out = jnp.zeros(shape, jnp.int32), None if logprobs is None else Scores.zeros(shape, logprobs)
 
@@ -337,7 +340,7 @@ def decode_loop(
 
     def step_once(carry: PyTree) -> PyTree:
         step, context, progress, past, out = carry
-        # A row that has ended appends nothing, so that its cache ends where its text does.
+        # A row that has ended appends no token, so its cache ends where its text does.
         lengths = (~progress.done).astype(jnp.int32)
         logits, context = context.forward(model, params, progress.token[:, None], lengths)
         logits = logits if filters.greedy and logprobs is None else gather_vocab(logits, context)

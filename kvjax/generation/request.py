@@ -1,4 +1,4 @@
-"""A generation request: checked against the model, completed, its prompts split into chunks."""
+"""A generation request: its checks and defaults, and the split of its prompts into chunks."""
 
 from dataclasses import dataclass, replace
 
@@ -52,7 +52,7 @@ from kvjax.prefixes.tree import Tenant
 from kvjax.sampling.params import Filters, SamplingArrays
 
 _SMALLEST_WIDTH = 16
-"""Tokens: the narrowest chunk that programs are compiled for."""
+"""The minimum width, in tokens, of the chunks for which programs are compiled."""
 
 
 @dataclass(frozen=True)
@@ -60,30 +60,32 @@ class GenerationRequest:
     """A checked request.
 
     Attributes:
-      prompts: token ids of each prompt; empty rows at the end fill up a mesh.
-      rows: rows of the result: prompts times ``samples``, without the rows that fill up a mesh.
+      prompts: token ids of each prompt. Empty prompts at the end fill the rows of a mesh.
+      rows: the number of rows of the result, which is prompts times ``samples``, without rows that
+        fill a mesh.
       mesh_sharding: how the devices of a mesh divide the rows; None for one device.
-      cache_lengths: int64[batch], tokens that the given cache holds in each row.
-      positions: the most positions that a row needs, prompt and new tokens together.
-      capacity: tokens per row that the cache, or the uncached sequence, is first allocated for.
-      max_len: the most tokens per row that the cache may ever hold; None for no limit.
-      prefill_chunk: the most tokens of a prompt that one prefill call processes.
+      cache_lengths: int64[batch], the number of tokens in each row of the given cache.
+      positions: the maximum number of positions that a row needs, prompt and new tokens together.
+      capacity: the number of tokens per row for which the cache, or the uncached sequence, is first
+        allocated.
+      max_len: the maximum number of tokens per row that the cache may ever have; None for no limit.
+      prefill_chunk: the maximum number of tokens of a prompt that one prefill call processes.
       policy: the policy of the cache to create; None if none is created.
       cache: the cache to continue; None if none was given.
-      eos_token_ids, stop, max_new_tokens, min_new_tokens: when a row ends.
-      filters, sampling: how tokens are drawn.
-      samples: continuations of each prompt, in consecutive rows.
+      eos_token_ids, stop, max_new_tokens, min_new_tokens: settings of when a row ends.
+      filters, sampling: settings of how tokens are drawn.
+      samples: the number of continuations of each prompt, which are in consecutive rows.
       prefix_cache: the tree that may contain prefixes of the prompts.
       logprobs: how many of the most likely tokens are reported with each new token; None for no
         log-probabilities.
       padded: whether the result has arrays instead of lists.
       encoder_tokens: texts that the encoder reads first; None without an encoder.
-      draft: what proposes tokens for the model to verify.
-      cache_tokens: the tokens that the given cache holds in each row, if known.
+      draft: the draft that proposes tokens for the model to verify.
+      cache_tokens: the tokens in each row of the given cache, if known.
       guides: the grammar constraint of each row; None if no row has one.
-      search: how results are selected among the samples; None if all are returned.
+      search: settings of how results are selected among the samples; None if all are returned.
       rotary_len: as for ``init_cache``.
-      home: the mesh that the cache is returned on, see ``kvjax.core.mesh_context``.
+      home: the mesh on which the cache is returned, see ``kvjax.core.mesh_context``.
     """
 
     prompts: list[list[int]]
@@ -116,13 +118,13 @@ class GenerationRequest:
 
     @property
     def row_prompts(self) -> list[list[int]]:
-        """The prompt of every row, including the empty rows that fill up a mesh."""
+        """The prompt of every row, including empty rows that fill a mesh."""
         return [ids for ids in self.prompts for _ in range(self.samples)]
 
     @property
     def row_sequences(self) -> list[list[int]]:
-        """All known tokens of every row: those in the given cache, then the prompt. Penalties and
-        hooks see them, and detokenization starts from them."""
+        """All known tokens of every row: first the tokens in the given cache, then the prompt.
+        Penalties and hooks see them, and detokenization starts from them."""
         if self.cache_tokens is None:
             return self.row_prompts
         rows = zip(self.cache_tokens, self.row_prompts, strict=True)
@@ -130,21 +132,21 @@ class GenerationRequest:
 
     @property
     def can_stop_early(self) -> bool:
-        """Whether a generation may be stopped before its prompts are prefilled. Not if rows share
-        prompts or pages."""
+        """Whether a generation may be stopped before its prompts are prefilled. This is False if
+        rows share prompts or pages."""
         return self.samples == 1 and self.prefix_cache is None
 
     @property
     def history_len(self) -> int:
-        """The width of the token history that penalties and hooks see. If the given cache is
-        unlimited, the history covers this request only."""
+        """The width of the token history that penalties and hooks see. If the given cache has no
+        length limit, it covers only this request."""
         if self.capacity < UNLIMITED:
             return self.capacity
         longest = max(map(len, self.row_sequences))
         return capacity_bucket(positions_needed(longest, self.max_new_tokens))
 
     def padded_width(self, tokens: int) -> int:
-        """The width that a chunk of ``tokens`` is padded to."""
+        """Return the width to which a chunk of ``tokens`` tokens is padded."""
         if self.policy is None and self.cache is None:
             return self.capacity
         return padded_width(tokens, self.prefill_chunk)
@@ -156,7 +158,7 @@ def prepare_request(
     """Check a request against the model and resolve its defaults.
 
     Raises:
-      ValueError: with the argument that is out of range, and its limit.
+      ValueError: if an argument is wrong. The error names the argument and its limit.
     """
     check_model(lm)
     new_tokens = as_int("max_new_tokens", options.max_new_tokens, 1, MAX_DIMENSION)
@@ -194,7 +196,7 @@ def prepare_request(
     empty = 0 if mesh_sharding is None else -count % mesh_sharding.rows
     rows, seeds = [*rows, *[[]] * empty], [*seeds, *[0] * empty * samples]
     if cache is not None:
-        # After the rows of the prompts, the cache may have empty rows that fill up a mesh.
+        # After the rows of the prompts, the cache may have empty rows that fill a mesh.
         if cache.batch != len(rows):
             raise ValueError(f"the cache has {cache.batch} rows, but there are {count} prompts")
         if any(cache_lengths[count:]):
@@ -251,7 +253,7 @@ def prepare_request(
         capacity=capacity,
         # Length-dependent rotary frequencies need a finite length.
         max_len=as_python(options.max_len) if same_rotary(lm.config, 1, UNLIMITED) else capacity,
-        # Without a cache, every pass processes the whole sequence: one chunk.
+        # Without a cache, every pass processes the whole sequence as one chunk.
         prefill_chunk=chunk if options.use_cache else capacity,
         policy=policy,
         cache=cache,
@@ -275,8 +277,8 @@ def prepare_request(
 
 
 def padded_width(tokens: int, chunk: int) -> int:
-    """The width that a prompt's last ``tokens`` are padded to: a power of two from 16 up, at most
-    ``chunk``, which limits the number of compiled programs."""
+    """Return the width to which the last ``tokens`` tokens of a prompt are padded. It is a power of
+    two, at least 16 and at most ``chunk``, which limits the number of compiled programs."""
     return min(chunk, max(_SMALLEST_WIDTH, 1 << (tokens - 1).bit_length()))
 
 
@@ -286,9 +288,9 @@ class PromptChunk:
 
     Attributes:
       tokens: int32[batch, new], padded on the right, on the device.
-      lengths: int32[batch], tokens of each row that are real.
-      ends: bool[batch], rows whose prompts end in this chunk.
-      cache_len: tokens in the cache's longest row after this chunk.
+      lengths: int32[batch], the number of real tokens of each row.
+      ends: bool[batch], the rows whose prompts end in this chunk.
+      cache_len: the number of tokens in the cache's longest row after this chunk.
     """
 
     tokens: jax.Array
@@ -298,8 +300,8 @@ class PromptChunk:
 
 
 def prompt_chunks(request: GenerationRequest, cached: np.ndarray | int = 0) -> list[PromptChunk]:
-    """Split a request's prompts into chunks, after their first ``cached`` tokens, int[batch]. The
-    transfer of the tokens to the device has begun."""
+    """Split a request's prompts into chunks, without their first ``cached`` (int[batch]) tokens.
+    This also starts the transfer of the tokens to the device."""
     cached, size = np.broadcast_to(cached, len(request.prompts)), request.prefill_chunk
     prompts = [ids[hit:] for ids, hit in zip(request.prompts, cached, strict=True)]
     lengths = np.array([len(ids) for ids in prompts], np.int32)

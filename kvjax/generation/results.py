@@ -22,10 +22,10 @@ class Speculation:
     """Statistics of speculative decoding.
 
     Attributes:
-      drafted_tokens: drafted tokens.
-      accepted_tokens: drafted tokens that the model accepted.
-      passes: passes of the model after the prompts.
-      saved_passes: how many more passes the longest row would have taken without drafts.
+      drafted_tokens: the number of drafted tokens.
+      accepted_tokens: the number of drafted tokens that the model accepted.
+      passes: the number of passes of the model after the prompts.
+      saved_passes: how many more passes the longest row would have needed without drafts.
     """
 
     drafted_tokens: int
@@ -35,8 +35,8 @@ class Speculation:
 
 
 def speculation_stats(acceptance: Acceptance, count: np.ndarray, rows: int) -> Speculation:
-    """The statistics of the first ``rows`` rows, from an ``Acceptance`` on the host and the number
-    of new tokens of each row."""
+    """Compute the statistics of the first ``rows`` rows, from an ``Acceptance`` on the host and
+    ``count``, the number of new tokens of each row."""
     passes = int(acceptance.passes)
     proposed, accepted = (int(x[:rows].sum()) for x in (acceptance.proposed, acceptance.accepted))
     return Speculation(proposed, accepted, passes, int(count.max()) - 1 - passes)
@@ -44,24 +44,25 @@ def speculation_stats(acceptance: Acceptance, count: np.ndarray, rows: int) -> S
 
 @dataclass(frozen=True)
 class GenerationStats:
-    """Statistics of one ``generate`` or ``stream``.
+    """Statistics of one call of ``generate`` or ``stream``.
 
     Attributes:
-      prompt_tokens, new_tokens: sums over all rows.
-      compile_seconds: tracing, lowering and compiling. No other time includes them.
-      prefill_seconds: until the first new token of each row.
-      decode_seconds: after that, including detokenization. The time that the reader of a stream
-        takes between two pieces is not included.
-      decode_tokens_per_second: tokens of the decode loop per second of decode time, including
-        tokens that were dropped for a stop string; 0.0 if there were none.
+      prompt_tokens, new_tokens: numbers of prompt and of new tokens, summed over all rows.
+      compile_seconds: seconds of tracing, lowering and compiling. No other time includes them.
+      prefill_seconds: seconds until the first new token of each row.
+      decode_seconds: seconds after that, including detokenization. The time that the reader of a
+        stream takes between two pieces is not included.
+      decode_tokens_per_second: tokens of the decode loop per second of ``decode_seconds``,
+        including tokens that a stop string removed; 0.0 if there were none.
       cache_bytes: bytes of the cache, by placement; empty without a cache.
-      compilations: programs compiled, or read from the persistent compilation cache.
+      compilations: how many programs were compiled or read from the persistent compilation cache.
       finish_reasons: for each row ``"eos"``, ``"stop"``, ``"length"``, or ``"stopped"`` for a
         stopped stream; None while the row runs.
-      beyond_context: tokens of the longest row, including tokens in a given cache, beyond the
-        length that the model was trained for. A ring whose window is shorter than that has none.
+      beyond_context: by how many tokens the longest row, including tokens in a given cache, exceeds
+        the length for which the model was trained. It is 0 for a ring whose window is shorter than
+        this length.
       moves: layers that ``policy("auto")`` moved, in order.
-      cached_tokens: prompt tokens that the ``prefix_cache`` had.
+      cached_tokens: the number of prompt tokens that the ``prefix_cache`` had cached.
       speculation: statistics of drafts; None without a draft.
     """
 
@@ -92,25 +93,26 @@ class GenerationResult:
       text: the new text of each row, without special tokens; None if the model has no tokenizer.
       tokens: the new tokens of each row, including the end-of-text token.
       stats: times, sizes, and why each row ended.
-      cache: the cache to continue from. It contains the prompts and the new tokens, except those
-        in ``pending_tokens``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string
-        was longer than the slack of a ring, its row could not be rewound. Then ``kvjax.check``
-        raises an error; use ``kvjax.select`` to keep the other rows.
-      pending_tokens: the tokens of each row that the cache does not contain: the newest one, or
-        none after a stop string. To continue, put them at the beginning of the next prompt. After a
-        beam search there can be several, because the cache of a finished sequence contains only the
-        prefix that it shares with a beam that ran to the end. None if a ring or a tail could not be
-        rewound that far.
+      cache: the cache to continue from. It contains the prompts and the new tokens, except those in
+        ``pending_tokens``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string is
+        longer than the slack of a ring, its row can't be rewound. ``kvjax.check`` then raises an
+        error; use ``kvjax.select`` to keep the other rows.
+      pending_tokens: the tokens of each row that the cache does not contain. This is the newest
+        token, or none after a stop string. To continue, put them at the beginning of the next
+        prompt. After a beam search there can be several, because the cache of a finished sequence
+        contains only its common prefix with a beam that ran to the end. The list is None if a ring
+        or a tail could not be rewound to this prefix.
       logprobs: the scores of each row's ``tokens``; None without ``logprobs=``.
-      lengths: int32[rows], the number of real tokens, with ``padded=True``, else None. Then
-        ``tokens`` is int32[rows, max_new_tokens], and ``logprobs`` is ``Scores`` of the same
-        shape, padded with 0. All are NumPy arrays.
+      lengths: int32[rows], the number of real tokens, with ``padded=True``; otherwise None. With
+        ``padded=True``, ``tokens`` is int32[rows, max_new_tokens], and ``logprobs`` is a ``Scores``
+        of the same shape, padded with 0. All are NumPy arrays.
       guides: the guide of each row, advanced by the row's tokens; None without ``guide=``. If a
         guide could not reach the end of its grammar, its ``error`` says why.
-      sequence_scores: of a beam search, each row's log-probability, after penalties, divided by its
-        length to the power of ``length_penalty``; of ``best_of``, the mean log-probability under
-        the model's distribution; else None. If filters leave fewer sequences than requested, the
-        missing ones are empty, and their scores are minus infinity.
+      sequence_scores: a score per row. For a beam search, it is the row's log-probability after
+        penalties, divided by its length to the power of ``length_penalty``. With ``best_of``, it is
+        the mean log-probability under the model's distribution. Otherwise None. If filters leave
+        fewer sequences than requested, the missing ones are empty, and their scores are minus
+        infinity.
 
     Example:
       ```python
@@ -134,11 +136,12 @@ class GenerationResult:
 def pad_result(
     result: GenerationResult, width: int, padding: int, most: int | None
 ) -> GenerationResult:
-    """A result with arrays instead of lists.
+    """Convert a result to one with arrays instead of lists.
 
     Args:
       result: the result with lists.
-      width, padding: tokens per row, and the token that pads rows.
+      width: the number of tokens per row.
+      padding: the token that pads rows.
       most: how many of the most likely tokens have scores; None for no scores.
     """
     shape = len(result.tokens), width
@@ -162,11 +165,11 @@ def pad_result(
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step of a ``stream`` adds.
+    """The text and tokens that one step of a ``stream`` adds.
 
     Attributes:
-      text: new text of each row, possibly empty; None if the model has no tokenizer.
-      tokens: new tokens of each row, possibly none.
+      text: new text of each row, which may be empty; None if the model has no tokenizer.
+      tokens: new tokens of each row. The list may be empty.
       stats: statistics up to this step.
       logprobs: the scores of these tokens; None without ``logprobs=``.
     """
@@ -178,18 +181,18 @@ class Piece:
 
 
 class Timer:
-    """Measures the seconds spent inside ``with timer.running():``, and the part of them that JAX
-    spends on compilation."""
+    """Measures the seconds inside ``with timer.running():``, and how many of them JAX spends on
+    compilation."""
 
     def __init__(self) -> None:
         self.compilations = 0
         self._wall = 0.0
-        # Events of nested functions overlap the outer function's, so intervals are merged.
+        # Events of nested functions overlap those of the outer function, so intervals are merged.
         self._compiling: list[tuple[float, float]] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Measure what this thread does inside. Timers do not nest."""
+        """Measure the work of this thread within the context. Timers can't be nested."""
         _thread.timer = self
         start = time.perf_counter()
         try:
@@ -209,7 +212,7 @@ class Timer:
         return max(0.0, self._wall - self.compile_seconds)
 
     def record(self, event: str, seconds: float) -> None:
-        """Record an event of JAX that ends now."""
+        """Record a JAX event that ends now."""
         if event not in _EVENTS:
             return
         end = time.perf_counter()
@@ -236,7 +239,7 @@ def _listen(event: str, duration_secs: float, **_: object) -> None:
         timer.record(event, duration_secs)
     callback = COMPILE_CALLBACK.get()
     if callback is not None and event in (_LOWERED, _COMPILED):
-        # Events arrive when a phase ends: after lowering, the compiler starts.
+        # Events arrive at the end of a phase. After lowering, the compiler starts.
         callback(event == _LOWERED)
 
 

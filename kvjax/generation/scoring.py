@@ -39,8 +39,8 @@ class Scored:
       tokens: int32[rows, new], right-padded.
       lengths: int32[rows], the number of real tokens.
       logprobs: float32[rows, new], log-probabilities under the model's distribution; 0 for padding.
-      sampling_logprobs: float32[rows, new], log-probabilities under the distribution that tokens
-        would be drawn from with the given temperature and filters; 0 for padding.
+      sampling_logprobs: float32[rows, new], log-probabilities under the distribution from which
+        tokens would be drawn with the given temperature and filters; 0 for padding.
 
     Example:
       ```python
@@ -71,24 +71,26 @@ def score(
     prefill_chunk: int = PREFILL_CHUNK,
     **sampling: Unpack[SamplingKeywords],
 ) -> Scored:
-    """Log-probabilities of continuations of prompts. Each prompt is processed once for all its
-    continuations.
+    """Compute log-probabilities of continuations of prompts. Each prompt is processed once for all
+    its continuations.
 
-    Differentiable with respect to the parameters: ``jax.grad(lambda params:
-    kvjax.score(lm.with_params(params), prompts, continuations).totals.sum())``. Works inside
+    The function is differentiable with respect to the parameters: ``jax.grad(lambda params:
+    kvjax.score(lm.with_params(params), prompts, continuations).totals.sum())``. It works inside
     ``jit``.
 
     Args:
       lm, prompts: as for ``generate``.
-      continuations: for each prompt a text or a list of token ids, or a list of several of these.
+      continuations: for each prompt, a text, a list of token ids, or a list of several texts or
+        lists of token ids.
       cache: a policy, or its name.
-      sampling: the distribution for ``Scored.sampling_logprobs``, as for ``generate``;
-        ``temperature`` is 1 by default. Without ``xtc_probability``, whose effect depends on the
-        seed of each draw.
-      prefill_chunk: the most tokens of prompts and continuations that are processed together.
+      sampling: sampling parameters of the distribution for ``Scored.sampling_logprobs``, as for
+        ``generate``. ``temperature`` is 1 by default. ``xtc_probability`` is not supported, because
+        its effect depends on the seed of each draw.
+      prefill_chunk: the maximum number of tokens of prompts and continuations that are processed
+        together.
 
     Returns:
-      One row per continuation; the continuations of a prompt are consecutive.
+      One row per continuation. The continuations of a prompt are in consecutive rows.
 
     Raises:
       ValueError: if ``continuations`` does not have one entry per prompt, an entry is empty, a
@@ -128,7 +130,7 @@ def score(
     last, kv_cache = _process(lm, kv_cache, rows, chunk, last_only=True)
     if len(prompt_of) != len(rows):
         kv_cache = select(kv_cache, prompt_of.tolist())
-    # No logits after the last token of a continuation are needed.
+    # The logits after the last token of a continuation are not needed.
     after, _ = _process(lm, kv_cache, [ids[:-1] for ids in new], chunk, last_only=False)
     logits = last[prompt_of]
     logits = logits if after is None else jnp.concatenate([logits, after], axis=1)
@@ -142,7 +144,7 @@ def score(
 
 
 def _tokenize_entry(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int]]:
-    """The token ids of a prompt's continuations."""
+    """Tokenize a prompt's continuations."""
     single = isinstance(entry, str)
     what = f"the continuations of prompt {prompt}"
     items = [entry] if single else as_list(what, entry, "a list", "continuations")
@@ -151,7 +153,7 @@ def _tokenize_entry(lm: LanguageModel, prompt: int, entry: Any) -> list[list[int
     if not entries:
         message = f"prompt {prompt} has no continuations: the list is empty"
         raise ArgumentError(message, param="continuations")
-    # Lengths above 0: a continuation gets no BOS token.
+    # Pass lengths above 0, so that a continuation gets no BOS token.
     what = f"of prompt {prompt} continuation"
     return tokenize_prompts(lm, entries, [1] * len(entries), what=what, param="continuations")
 
@@ -162,14 +164,15 @@ def _process(
     """Append tokens to a cache, chunk by chunk.
 
     Returns:
-      The logits after the last token of each row, [batch, 1, vocab], or after every token, [batch,
-      width, vocab], where ``width`` is padded; None for rows without tokens. And the cache.
+      The logits and the cache. The logits are [batch, 1, vocab], after the last token of each row,
+      or [batch, width, vocab], after every token, where ``width`` is padded. They are None if the
+      rows have no tokens.
     """
     longest = max(map(len, rows))
     full, rest = longest // chunk * chunk, longest % chunk
     tokens, lengths = _pad(rows, full + (padded_width(rest, chunk) if rest else 0))
     outputs: list[Array] = []
-    # A derivative needs the old caches, so only calls without tracing donate them.
+    # A derivative needs the old caches, so they are donated only if nothing is traced.
     call = _call if any(map(is_traced, jax.tree.leaves((lm.params, cache)))) else _donating_call
     for start in range(0, tokens.shape[1], chunk):
         part = tokens[:, start : start + chunk]
@@ -196,7 +199,8 @@ _donating_call = jax.jit(_apply, static_argnames=("model", "last_only"), donate_
 def _score_tokens(
     filters: Filters, sampling: SamplingArrays, logits: Array, tokens: Array, lengths: PerRow
 ) -> tuple[Array, Array]:
-    """float32[rows, new] twice: under the model's and under the filtered distribution."""
+    """Return the log-probabilities of tokens under the model's distribution and under the filtered
+    distribution, both float32[rows, new]."""
     logits = logits.astype(jnp.float32)
     real = arange_row(tokens.shape[1]) < lengths[:, None]
     own = take_tokens(jax.nn.log_softmax(logits, axis=-1), tokens)
@@ -207,8 +211,8 @@ def _score_tokens(
 
 
 def filtered_log_softmax(logits: Logits, filters: Filters, sampling: SamplingArrays) -> Array:
-    """Differentiable log-probabilities of the distribution that tokens are drawn from,
-    float32[batch, vocab]. Tokens that the filters drop are at minus infinity."""
+    """Compute log-probabilities of the distribution from which tokens are drawn, float32[batch,
+    vocab]. Tokens that the filters remove get minus infinity. The function is differentiable."""
     if filters.greedy:
         best = jnp.argmax(logits, axis=-1)[:, None] == arange_row(logits.shape[1])
         return jnp.where(best, 0.0, -jnp.inf)
@@ -219,7 +223,7 @@ def filtered_log_softmax(logits: Logits, filters: Filters, sampling: SamplingArr
 
 
 def _pad(rows: list[list[int]], width: int) -> tuple[np.ndarray, np.ndarray]:
-    """int32[batch, width], padded with 0, and the lengths, int32[batch]."""
+    """Pad rows with 0. Returns the tokens, int32[batch, width], and the lengths, int32[batch]."""
     lengths = np.array([len(ids) for ids in rows], np.int32)
     tokens = np.zeros((len(rows), width), np.int32)
     for row, ids in enumerate(rows):

@@ -1,4 +1,4 @@
-"""A generation on the device: create the cache, prefill, grow, decode."""
+"""A generation on the device: creation of the cache, prefill, growth, decoding."""
 
 from collections import Counter
 from typing import NamedTuple
@@ -48,18 +48,19 @@ class DecodeOutput(NamedTuple):
 
 
 class Session:
-    """A running generation. Call ``start``, ``prefill`` with each chunk of the prompts, ``begin``,
-    then ``decode`` repeatedly. If the cache grows, call ``make_room`` before each of these calls.
+    """A running generation.
 
-    No method waits for the device, except ``can_rewind`` and ``check``.
+    Call ``start``, then ``prefill`` with each chunk of the prompts, then ``begin``, and then
+    ``decode`` repeatedly. If the cache can grow, call ``make_room`` before ``prefill``, ``begin``
+    and ``decode``. No method waits for the device, except ``can_rewind`` and ``check``.
 
     Attributes:
-      context: the sequences.
-      logits: float32[batch, vocab], after the prompts.
+      context: the sequences of all rows.
+      logits: float32[batch, vocab], the logits after the prompts.
       cache_bytes: bytes of the cache and the encoder's cache, by placement.
       moves: layers that ``policy("auto")`` has moved.
-      prefix_hits: int32[batch], tokens of each prompt that the prefix tree had.
-      prefilled: int32[batch], tokens of each prompt in the cache.
+      prefix_hits: int32[batch], how many tokens of each prompt the prefix tree had cached.
+      prefilled: int32[batch], how many tokens of each prompt are in the cache.
     """
 
     context: Context
@@ -76,13 +77,13 @@ class Session:
 
     @property
     def lm(self) -> LanguageModel:
-        """The model; after ``start`` it includes the encoder's output."""
+        """The model. After ``start`` it includes the encoder's output."""
         return self._lm
 
     @property
     def max_steps(self) -> int | None:
-        """The most steps per ``decode``, if each call waits for the previous one; None if calls can
-        be dispatched ahead."""
+        """The maximum number of steps per call of ``decode``, if each call waits for the previous
+        one; None if calls can be dispatched ahead."""
         return None
 
     @property
@@ -91,7 +92,7 @@ class Session:
         return self.context.cache
 
     def start(self, context: Context | None = None) -> None:
-        """Create the context that prompts are appended to, or use the given one."""
+        """Create the context to which prompts are appended, or use ``context`` if it is given."""
         request, vocab = self._request, self._lm.config.vocab_size
         if request.encoder_tokens is not None:
             self._lm = self._lm.with_encoder_inputs(
@@ -106,8 +107,8 @@ class Session:
             self._drafts = SpeculativeDecoder(self._lm, request, request.draft, platform)
 
     def put(self, tree: PyTree) -> PyTree:
-        """Put scalars and arrays of rows where the context is, with the same commitment to devices.
-        Otherwise every combination would compile a program of its own."""
+        """Put scalars and arrays of rows on the devices of the context, and commit them if the
+        context is committed. Otherwise every combination would compile a separate program."""
         mesh_sharding = self._request.mesh_sharding
         if mesh_sharding is None:
             context = self.context
@@ -132,8 +133,8 @@ class Session:
         return DecodeOutput(self._progress.token[:, None], self._progress, scores, None)
 
     def expand_samples(self) -> TokenHistory | None:
-        """Repeat the row of every prompt for its samples, and return the token history that
-        sampling needs."""
+        """Repeat the row of every prompt for its samples. Returns the token history that sampling
+        needs, or None."""
         request = self._request
         if request.samples > 1:
             self.context, self.logits = programs.repeat_rows(
@@ -157,8 +158,8 @@ class Session:
         return None if past is None else self.put(past)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
-        """Choose ``steps`` more tokens per row, at most ``programs.MAX_STEPS``. Rows in ``halt``,
-        bool[batch], end now."""
+        """Choose ``steps`` more tokens per row, at most ``programs.MAX_STEPS``. Rows where ``halt``
+        (bool[batch]) is true end now."""
         call, proposer = self._decode_args(steps, halt), self.proposer
         if proposer is None or self._drafts is None:
             results = programs.decode(*call)
@@ -170,41 +171,44 @@ class Session:
 
     @property
     def proposer(self) -> Proposer | None:
-        """The draft proposer for the current cache."""
+        """The draft proposer for the current cache; None if nothing is drafted."""
         drafts, cache = self._drafts, self.cache
         return None if drafts is None or cache is None else drafts.proposer(cache, drafts.context)
 
     def reach(self, tokens: int) -> int:
-        """The largest distance between tokens that attention sees in a sequence of ``tokens``."""
+        """Return an upper bound of the distance between tokens that attention sees in a sequence of
+        ``tokens`` tokens."""
         cache = self.cache
         if cache is None:
             return tokens
         return min(tokens, cache.reach, max(x.policy.layout.reach for x in cache.layers))
 
     def make_room(self, tokens: int) -> None:
-        """Grow the cache to hold ``tokens`` per row, if it is one that grows."""
+        """Grow the cache so that ``tokens`` tokens per row fit, if it can grow."""
         cache = self.cache
         if cache is None or cache.grows_to is None or tokens <= cache.max_len:
             return
         self._set_cache(*make_room(cache, grown_capacity(cache, tokens)))
 
     def can_rewind(self, tokens: np.ndarray) -> bool:
-        """Whether the newest ``tokens`` of each row can be removed from the cache."""
+        """Return whether the newest ``tokens`` tokens of each row can be removed from the cache."""
         return self.cache is None or bool(np.all(tokens <= fetch(rewindable(self.cache))))
 
     def rewind(self, tokens: int | np.ndarray) -> None:
-        """Remove the newest ``tokens`` of every row, or of each row, from the cache."""
+        """Remove the newest ``tokens`` tokens of each row from the cache. ``tokens`` is one number,
+        or one per row."""
         if self.cache is not None:
             self.context = Cached(rewind(self.cache, tokens))
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """Return leased pages to the prefix tree, which caches the rows' tokens, ``texts``."""
+        """Return leased pages to the prefix tree. The tree caches the rows' tokens, ``texts``; None
+        to cache nothing."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.finish(self.cache, texts)
 
     def check(self) -> None:
-        """``kvjax.check`` on the cache."""
+        """Call ``kvjax.check`` on the cache."""
         if self.cache is not None:
             check(self.cache)
 
@@ -222,7 +226,8 @@ class Session:
         return {"decode": self._drafts.lowered(proposer, call)}
 
     def zeros_like(self, shapes: PyTree) -> PyTree:
-        """Arrays of zeros with the given shapes, placed as the results of a program are."""
+        """Create arrays of zeros with the given shapes, on the same devices as the results of a
+        program."""
         return self.put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
 
     def lower_draft_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:

@@ -1,4 +1,4 @@
-"""Run a generation as an iterator over pieces of text, up to stop strings, and its result."""
+"""A generation as an iterator over pieces of text, up to stop strings, and its result."""
 
 import threading
 from abc import abstractmethod
@@ -32,24 +32,27 @@ from kvjax.policies.model_config import beyond_context
 from kvjax.sampling.scores import TokenScore, token_scores
 
 _MAX_STREAMED_STEPS = 32
-"""The most steps of a dispatch if someone waits for its text, or if stop strings may end it."""
+"""The maximum number of steps of a dispatch if a reader waits for its text, or if stop strings may
+end it."""
 _DISTRIBUTED_STEPS = 8
-"""Steps of a streamed dispatch if several processes run together."""
+"""The number of steps of a streamed dispatch if several processes run together."""
 _FAST_SECONDS, _SLOW_SECONDS = 0.05, 0.2
-"""A streamed dispatch that takes less time is followed by a longer one, a slower by a shorter."""
+"""After a streamed dispatch that took less than ``_FAST_SECONDS``, the next one has more steps.
+After one that took more than ``_SLOW_SECONDS``, it has fewer."""
 
 
 class _DispatchSize:
     """Chooses ``steps``, the number of decode steps of the next dispatch.
 
     Args:
-      streamed: whether someone waits for the text. Dispatches then begin short and adapt.
+      streamed: whether a reader waits for the text. Dispatches then begin short, and their length
+        adapts.
       stops: whether stop strings may end a row. Steps after a stop string are wasted.
-      fixed: steps of every dispatch; None if the number may change.
+      fixed: the number of steps of every dispatch; None if it may change.
     """
 
     def __init__(self, *, streamed: bool, stops: bool, fixed: int | None = None) -> None:
-        # Processes that run together must take the same steps, so time can't decide.
+        # Processes that run together must run the same steps, so the number can't depend on time.
         single = jax.process_count() == 1
         first = 1 if single else _DISTRIBUTED_STEPS
         self.steps = first if streamed else _MAX_STREAMED_STEPS if stops else MAX_STEPS
@@ -57,7 +60,7 @@ class _DispatchSize:
         self.steps = fixed or self.steps
 
     def update(self, seconds: float) -> None:
-        """Adapt to the time that a dispatch took."""
+        """Adapt the number of steps to the seconds that a dispatch took."""
         if self._adaptive and seconds < _FAST_SECONDS:
             self.steps = min(2 * self.steps, _MAX_STREAMED_STEPS)
         elif self._adaptive and seconds > _SLOW_SECONDS:
@@ -65,8 +68,8 @@ class _DispatchSize:
 
 
 class PieceIterator(Iterator[Piece]):
-    """The base class of running generations: an iterator over pieces, with the ``result`` after
-    the last one. See ``stream``. Threads that share one take turns."""
+    """The base class of running generations: an iterator over pieces. After the last piece it has a
+    ``result``; see ``stream``. Threads that share an iterator take turns."""
 
     def __init__(self, session: Session, cache_given: bool) -> None:
         self._running, self._cache_given = session, cache_given
@@ -104,7 +107,7 @@ class PieceIterator(Iterator[Piece]):
             with donation_errors(self._cache_given):
                 yield from self._generate_pieces()
         finally:
-            self._running.close(None)  # has an effect only if the iteration was not completed
+            self._running.close(None)  # this has an effect only if the iteration was not completed
 
 
 class Stream(PieceIterator):
@@ -112,7 +115,7 @@ class Stream(PieceIterator):
 
     Args:
       lm, request: the model and a checked request.
-      streamed: whether someone waits for the text.
+      streamed: whether a reader waits for the text.
       chunks: the prompts in chunks, if they are already on the device.
     """
 
@@ -155,11 +158,12 @@ class Stream(PieceIterator):
         """End the generation as soon as the running dispatches have finished. The text ends where
         the last piece ended; the stop reason is ``"stopped"``.
 
-        Continue to iterate: the result is available after the last piece. That piece has text only
-        if the cache could not be rewound past the running dispatches (a ring or a tail, and many
-        steps). If prompts are still being prefilled, their remaining chunks are skipped, and
-        ``result.pending_tokens`` has the skipped tokens. Other threads and signal handlers may call
-        this. If several processes run together, all must call it after the same piece.
+        Continue to iterate, because the result is available after the last piece. The last piece
+        has text only if the cache could not be rewound past the running dispatches (a ring or a
+        tail, and many steps). If prompts are still being prefilled, their remaining chunks are
+        skipped, and ``result.pending_tokens`` has the skipped tokens. Other threads and signal
+        handlers may call this. If several processes run together, all must call it after the same
+        piece.
         """
         self._stopping = True
 
@@ -181,7 +185,7 @@ class Stream(PieceIterator):
         dispatched, limit = 1, request.max_new_tokens
         prompt_positions = request.positions - limit
         in_flight: deque[DecodeOutput] = deque()
-        # With a second dispatch in flight, the device works while the host decodes text. Only the
+        # With a second dispatch in flight, the device works while the host detokenizes. Only the
         # host sees stop strings, so with stop strings only one dispatch is in flight.
         one_by_one = session.max_steps is not None
         depth = 1 if request.stop or one_by_one else 2
@@ -233,7 +237,7 @@ class Stream(PieceIterator):
         return result
 
     def _rewindable_steps(self) -> int:
-        """The most steps that can be undone if a stop string ends a row."""
+        """Return the maximum number of steps that can be undone if a stop string ends a row."""
         cache = self._session.cache
         if not self._request.stop or cache is None or cache.max_rewind is None:
             return MAX_STEPS
@@ -242,8 +246,8 @@ class Stream(PieceIterator):
         return max(1, left + 1 - max(row.pending for row in self._rows))
 
     def _cut(self, in_flight: Sequence[DecodeOutput]) -> None:
-        """End the rows where their last pieces ended; if the cache can't be rewound that far, after
-        the dispatches in flight."""
+        """End the rows where their last pieces ended. If the cache can't be rewound that far, end
+        them after the dispatches in flight."""
         with self._decode_timer.running():
             count = in_flight[-1].progress.count if in_flight else self._counts
             if self._session.can_rewind(fetch(count) - 1 - [row.num_taken for row in self._rows]):
@@ -254,7 +258,7 @@ class Stream(PieceIterator):
             self._finish("stopped")
 
     def _min_count(self) -> int:
-        """The fewest new tokens of an unfinished row."""
+        """Return the minimum number of new tokens over the unfinished rows."""
         unfinished = [row.finish_reason is None for row in self._rows]
         return int(self._counts[unfinished].min(initial=self._request.max_new_tokens))
 
@@ -312,7 +316,7 @@ class Stream(PieceIterator):
         return Piece(text, tokens, self._stats(), self._logprobs(spans))
 
     def _logprobs(self, spans: list[slice]) -> list[list[TokenScore]] | None:
-        """The scores of each row's tokens in a span."""
+        """Return the scores of each row's tokens in the row's span."""
         if self._request.logprobs is None:
             return None
         return [scores[span] for scores, span in zip(self._scores, spans, strict=False)]

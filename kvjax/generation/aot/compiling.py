@@ -1,4 +1,4 @@
-"""``compile``: compile the programs of ``generate`` before the first request."""
+"""``compile``: compile the programs of ``generate`` in advance of the first request."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -31,16 +31,16 @@ class Compiled:
     """The result of ``compile``.
 
     Attributes:
-      seconds: how long it took.
-      programs: how many programs of the generation are ready: prefill for every chunk width, the
-        first token, and the decode loop, at every capacity.
-      compilations: programs compiled, or read from the persistent compilation cache, including
-        small helper programs; 0 if all were compiled before.
+      seconds: the duration of the call.
+      programs: how many programs of the generation are ready. At every capacity, these are the
+        prefill program for each chunk width, the program for the first token, and the decode loop.
+      compilations: how many programs were compiled or read from the persistent compilation cache,
+        including small helper programs; 0 if all were compiled before.
       temporaries: bytes of temporary memory of the largest program, in addition to weights and
         cache; None if the compiler does not report it.
-      executables: JAX's compiled programs by name (``"prefill 16"``, ``"decode"``, for a growing
-        cache ``"decode of 256"``), with ``.as_text()`` and ``.memory_analysis()``. The program of
-        the first token is included only with ``device=``.
+      executables: JAX's compiled programs, by names such as ``"prefill 16"``, ``"decode"``, and for
+        a growing cache ``"decode of 256"``. They have ``.as_text()`` and ``.memory_analysis()``.
+        The program for the first token is included only with ``device=``.
 
     Example:
       ```python
@@ -67,44 +67,47 @@ def compile(
     device: DeviceChoice = None,
     **settings: Unpack[CompileKeywords],
 ) -> Compiled:
-    """Compile what ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` will run. In this
-    process, it then compiles nothing, for any prompts and any number of new tokens.
+    """Compile the programs that ``generate(lm, prompts, cache=policy, max_len=max_len, ...)`` runs.
 
-    Programs are compiled one after the other. Meanwhile a cache is allocated, a growing cache at
-    every capacity that a sequence may need. The model does not run; the sampler runs once, on
-    logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent compilation
-    cache, later processes read them instead of compiling. ``policy("auto")`` may move layers in
-    ways that this function does not try, and then compiles.
+    In this process, ``generate`` then compiles nothing, for any prompts and any number of new
+    tokens.
+
+    Programs are compiled one after another. During this, a cache is allocated. A growing cache is
+    allocated at every capacity that a sequence may need. The model does not run, but the sampler
+    runs once, on logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent
+    compilation cache, later processes read them instead of compiling. With ``policy("auto")``,
+    ``generate`` may move layers in ways that this function does not try, and then compiles more
+    programs.
 
     Args:
       lm: the model. With ``device``, an architecture without weights is sufficient
         (``models.Architecture``, ``lm.architecture``).
       policy: the cache's policy.
-      max_len: tokens per row that the cache can hold. ``generate`` without ``max_len`` rounds the
-        capacity up (for the policy ``"static"``), and then uses the programs of that capacity.
+      max_len: the maximum number of tokens per row in the cache. ``generate`` without ``max_len``
+        rounds the capacity up (for the policy ``"static"``), and uses the programs of the rounded
+        capacity.
       batch: the number of rows.
-      device: compile for this target device instead, which need not be present: a name (``"v5e"``,
+      device: compile for this target device, which need not be attached. It is a name (``"v5e"``,
         ``"h200"``), a ``jax.Device``, a topology, or a mesh of target devices
-        (``make_mesh(tensor=4, devices="v5e")``). Nothing is allocated, and programs are kept in the
-        result only.
+        (``make_mesh(tensor=4, devices="v5e")``). Nothing is allocated, and only the result keeps
+        the programs.
       settings: sampling parameters and other arguments, as for ``generate``. Programs depend on
         which sampling parameters are given and on whether ``temperature`` is 0, but not on their
         other values.
-      eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens select another
+      eos_token_ids, prefill_chunk: as for ``generate``. More than 7 end tokens need a different
         program.
       logit_bias, logprobs: as for ``generate``. Programs depend on whether they are given, on the
         number of ``logprobs``, and on the number of biased tokens plus 1, rounded up to 8, 16, 32
         and so on.
-      guide: as for ``generate``; any guide, which is not changed. Programs depend on whether one is
-        given.
+      guide: any guide. It is not changed. Programs depend only on whether one is given.
       rotary_len: as for ``generate``. Each value has its own programs.
-      num_beams, num_beam_groups: as for ``generate``, with ``n=1``; other ``n`` need another small
-        program. Page pools have the size that a request's beams need. With a policy that sets
+      num_beams, num_beam_groups: as for ``generate``, with ``n=1``. Each other ``n`` needs one more
+        small program. The size of page pools depends on a request's beams; with a policy that sets
         ``pages``, ``generate`` compiles nothing else.
 
     Raises:
-      ValueError: as ``generate``; if ``policy`` is a cache; if the device is unknown, or can't
-        compile for caches on the host.
+      ValueError: for the same reasons as ``generate``, if ``policy`` is a cache, if the device is
+        unknown, or if its compiler does not support caches on the host.
       MissingCompilerError: if the compiler of ``device`` is not installed.
 
     Example:
@@ -148,7 +151,7 @@ def compile(
 
 
 class _Compiler:
-    """Compiles the programs of a generation on its device, one capacity after the other."""
+    """Compiles the programs of a generation on its device, one capacity after another."""
 
     def __init__(self, lm: LanguageModel, batch: int, options: GenerationOptions) -> None:
         self._lm, self._batch, self._options = lm, batch, options
@@ -160,13 +163,13 @@ class _Compiler:
         self.capacities = request_capacities(request, cache)
         self._beam_search = request.search is not None
         if not self._beam_search:
-            # Without a prefill: tokens are chosen from logits of 0.
+            # Choose tokens from logits of 0, without a prefill.
             jax.block_until_ready(self._session.begin())
         self.programs = 1
         self.executables: dict[str, jax.stages.Compiled] = {}
 
     def compile_capacity(self, fewest: int, most: int) -> None:
-        """Compile the programs for sequences of ``fewest`` to ``most`` tokens."""
+        """Compile the programs for sequences that have from ``fewest`` to ``most`` tokens."""
         if self._beam_search:
             # The previous session has a row per beam; prefill needs a row per prompt.
             self._session = Session(self._lm, self._request)
@@ -200,7 +203,7 @@ class _Compiler:
             first = np.arange(len(self._request.prompts))[:, None] * self._request.samples
             search.keep(*rows_to_keep(first, np.zeros_like(first), self._request))
             return
-        # Small programs, such as the one that rewinds after a stop string.
+        # Run small programs, such as the one that rewinds after a stop string.
         session.rewind(np.zeros(len(self._request.prompts), np.int32))
         session.check()
 
@@ -214,5 +217,5 @@ class _Compiler:
             session.make_room(most)
 
     def _request_of(self, tokens: int) -> GenerationRequest:
-        """A request with prompts of ``tokens`` tokens."""
+        """Make a request whose prompts have ``tokens`` tokens."""
         return prepare_request(self._lm, [[0] * tokens] * self._batch, self._options)

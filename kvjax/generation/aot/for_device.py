@@ -58,10 +58,10 @@ class AbstractModel:
 
     @classmethod
     def of(cls, lm: LanguageModel | Plannable, mesh: Mesh | None) -> "AbstractModel":
-        """The abstract form of a loaded model or an ``Architecture``.
+        """Make the abstract form of a loaded model or of an ``Architecture``.
 
         Raises:
-          ValueError: if kvjax can plan for the model, but not run it.
+          ValueError: if kvjax can plan for the model but can't run it.
         """
         architecture: Any = getattr(lm, "architecture", lm)
         params = getattr(lm, "params", None)
@@ -74,7 +74,7 @@ class AbstractModel:
         return cls(architecture, lm.config, shapes, mesh, defaults, tokenizer)
 
     def on(self, mesh: Mesh) -> "AbstractModel":
-        """The same model on a mesh."""
+        """Return the same model on a mesh."""
         return replace(self, mesh=mesh)
 
 
@@ -85,12 +85,12 @@ def abstract_request_cache(
     slots: int | None,
     times: int = 1,
 ) -> KVCache:
-    """The abstract cache of a request.
+    """Make the abstract cache of a request.
 
     Args:
       model, policy, request: the model, the cache policy and the request.
-      slots: the size that growing layouts have grown to; None for their initial size.
-      times: rows per prompt.
+      slots: the current size of growing layouts; None for their initial size.
+      times: the number of rows per prompt.
     """
     policies = list(per_layer(policy, model.config))
     if slots is not None:
@@ -112,8 +112,9 @@ def abstract_request_cache(
 
 
 def request_capacities(request: GenerationRequest, cache: KVCache) -> list[tuple[int, int]]:
-    """The capacities that a request's cache, given in its initial size, can have: for each, the
-    fewest and the most tokens per row that lead to it."""
+    """Return the capacities that a request's cache can have. ``cache`` has the initial size. For
+    each capacity, the result has the minimum and the maximum number of tokens per row for which the
+    cache has it."""
     most = request.capacity if cache.grows_to is None else cache.max_len
     ranges = [(1, most)]
     while most < request.capacity:
@@ -123,8 +124,8 @@ def request_capacities(request: GenerationRequest, cache: KVCache) -> list[tuple
 
 
 def chunk_widths(request: GenerationRequest, fewest: int, most: int) -> dict[int, int]:
-    """The padded widths of the last chunk of prompts with ``fewest`` to ``most`` tokens, and for
-    each width the number of real tokens in such a chunk."""
+    """Return the padded widths of the last chunk of prompts that have from ``fewest`` to ``most``
+    tokens. The result maps each width to a number of real tokens that gives it."""
     chunk, widths = request.prefill_chunk, {}
     for tokens in range(fewest, min(fewest + chunk, most + 1)):
         rest = tokens - (tokens - 1) // chunk * chunk
@@ -139,16 +140,17 @@ def compile_for_device(
     options: GenerationOptions,
     device: DeviceChoice,
 ) -> dict[str, Compiled]:
-    """The programs that ``generate`` would run on a target device, by name.
+    """Compile the programs that ``generate`` would run on a target device. Returns them by name.
 
     Args:
       lm: a loaded model, or its architecture.
-      policy, batch: policy and rows of the cache.
+      policy: the policy of the cache.
+      batch: the number of rows.
       options: the options of the generation.
       device: a device, its name, a topology, or a mesh.
 
     Raises:
-      ValueError: as ``compile``.
+      ValueError: for the same reasons as ``compile``.
       MissingCompilerError: if the device's compiler is not installed.
     """
     chip, mesh = resolve_device_or_mesh(device)
@@ -169,7 +171,7 @@ def compile_for_device(
             cache = abstract_request_cache(model, policy, request, most)
             programs_of = _Programs(model, request, cache, chip)
             if request.search is not None:
-                # One row per beam, and page pools of the size that beams need.
+                # The cache has one row per beam, and page pools of the size that beams need.
                 beam_cache = abstract_request_cache(
                     model, request.policy or policy, request, most, request.samples
                 )
@@ -205,7 +207,7 @@ class _Programs:
         if model.mesh is not None:
             weights = _param_shardings(model.architecture)(model.mesh)
         context_shardings = Cached(array_shardings(cache, device))
-        # Arguments with their shardings. All others are sharded by rows or replicated.
+        # The arguments with known shardings. All others are sharded by rows or replicated.
         self._known: list[tuple[PyTree, PyTree]] = [
             (model.params, weights),
             (self._context, context_shardings),
@@ -229,7 +231,7 @@ class _Programs:
         )
 
     def prefill(self, width: int) -> Compiled:
-        """Prefill of a chunk of ``width`` tokens."""
+        """Compile the prefill of a chunk of ``width`` tokens."""
         call = functools.partial(unwrap(programs.prefill), self._model.architecture)
         chunk = (
             self._row_array(jnp.int32, width),
@@ -240,7 +242,7 @@ class _Programs:
         return self._compile(call, (1, 2), arguments, (self._context, self._logits))
 
     def choose_first(self) -> Compiled:
-        """The program that chooses the first token."""
+        """Compile the program that chooses the first token."""
         filters, logprobs = self._request.filters, self._request.logprobs
 
         def call(*arguments: PyTree) -> PyTree:
@@ -251,7 +253,8 @@ class _Programs:
         return self._compile(call, (3,), arguments, (self._progress, self._past, self._scores(1)))
 
     def steps(self) -> Compilers:
-        """Functions that compile the decode loop, or the programs of a guided step, by name."""
+        """Return functions that compile the decode loop, or the programs of a guided step, by
+        name."""
         model, request = self._model, self._request
         if request.guides is None:
             return {"decode": self.decode}
@@ -267,7 +270,7 @@ class _Programs:
         return compilers
 
     def decode(self) -> Compiled:
-        """The decode loop, with drafts if the request has them."""
+        """Compile the decode loop, with drafts if the request has them."""
         static = self._model.architecture, self._request.filters
         logprobs, drafts = self._request.logprobs, self._drafts()
         arguments = (
@@ -299,7 +302,8 @@ class _Programs:
         return self._compile(call_speculate, (1, 4, 6), arguments, results)
 
     def _drafts(self) -> tuple[PyTree, ...] | None:
-        """The proposer, and the shapes of its parameters, its context and its acceptance."""
+        """Return the proposer, and the shapes of its parameters, its context and its acceptance
+        statistics."""
         request, model = self._request, self._model
         if request.draft is None:
             return None
@@ -318,7 +322,7 @@ class _Programs:
         return proposer, params, context, jax.eval_shape(lambda: drafts.acceptance)
 
     def search(self) -> Compilers:
-        """Functions that compile the programs of a beam search, by name."""
+        """Return functions that compile the programs of a beam search, by name."""
         return search_programs(
             self._request,
             self._model.architecture,
@@ -356,7 +360,7 @@ class _Programs:
         return lowered.compile(jax_0_8_compiler_options(self._device))
 
     def _shardings(self, parts: PyTree) -> tuple[PyTree, ...]:
-        """The shardings of a program's arguments or results."""
+        """Return the shardings of a program's arguments or results."""
 
         def shardings_of(part: PyTree) -> PyTree:
             known = next((shardings for tree, shardings in self._known if part is tree), None)
@@ -365,7 +369,7 @@ class _Programs:
         return tuple(shardings_of(part) for part in parts)
 
     def _sharding(self, x: jax.ShapeDtypeStruct | np.ndarray) -> Sharding:
-        """The sharding of an array whose first axis may be rows."""
+        """Return the sharding of an array whose first axis may be rows."""
         mesh = self._request.mesh_sharding
         if mesh is None:
             return self._on_device
@@ -374,7 +378,7 @@ class _Programs:
 
 
 def _param_shardings(architecture: Model) -> Callable[[Mesh], PyTree]:
-    """The function that returns a model's parameter shardings for a mesh."""
+    """Return the model's function that computes the parameter shardings for a mesh."""
     shardings = getattr(architecture, "param_shardings", None)
     if shardings is None:
         raise ValueError(

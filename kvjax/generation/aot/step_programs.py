@@ -1,6 +1,7 @@
 """Compile the programs of guided steps, guided drafts and beam searches, from shapes only.
 
-The functions return, by name, functions without arguments that compile a program.
+Each function here returns a dict with the names of programs, and for each a function without
+arguments that compiles it.
 """
 
 import functools
@@ -25,8 +26,8 @@ from kvjax.sampling.scores import Scores
 CompileProgram = Callable[
     [Callable[..., PyTree], tuple[int, ...], tuple[PyTree, ...], tuple[PyTree, ...]], Compiled
 ]
-"""Compiles a function, given the indices of donated arguments, the arguments and the results, both
-as shapes."""
+"""A function that compiles a function. Its other arguments are the indices of donated arguments,
+the arguments as shapes, and the results as shapes."""
 Compilers = dict[str, Callable[[], Compiled]]
 """Functions that compile a program, by name."""
 
@@ -43,13 +44,14 @@ def guided_programs(
     scores: PyTree,
     compile_program: CompileProgram,
 ) -> Compilers:
-    """The two programs of a guided step.
+    """Return compilers of the two programs of a guided step.
 
     Args:
-      request, architecture, params: the request and the model.
-      context, logits, past, progress, scores: shapes, ``scores`` for one token per row.
-      words: words of a token mask.
-      compile_program: compiles a function.
+      request: the request.
+      architecture, params: the model and the shapes of its parameters.
+      context, logits, past, progress, scores: shapes. ``scores`` has one token per row.
+      words: the number of words of a token mask.
+      compile_program: the function that compiles a program.
     """
     rows = logits.shape[0]
     limit, halt = _shape(jnp.int32), _shape(jnp.bool_, rows)
@@ -81,13 +83,14 @@ def drafted_guided_programs(
     drafts: tuple[PyTree, ...],
     compile_program: CompileProgram,
 ) -> Compilers:
-    """The three programs of a guided step with drafts.
+    """Return compilers of the three programs of a guided step with drafts.
 
     Args:
       request, architecture, params, context, past, progress, words: as for ``guided_programs``.
       vocab: the size of the vocabulary.
-      drafts: the proposer, and the shapes of its parameters, its context and its acceptance.
-      compile_program: compiles a function.
+      drafts: the proposer, and the shapes of its parameters, its context and its acceptance
+        statistics.
+      compile_program: the function that compiles a program.
     """
     proposer, draft_params, draft_context, acceptance = drafts
     rows, places = progress.token.shape[0], 1 + proposer.length
@@ -140,7 +143,8 @@ def search_programs(
     words: int,
     compile_program: CompileProgram,
 ) -> Compilers:
-    """The programs of a beam search: the first tokens, and the search or a guided step.
+    """Return compilers of the programs of a beam search: first tokens, and the search loop or a
+    guided step.
 
     Args:
       request, architecture, params, words, compile_program: as for ``guided_programs``.

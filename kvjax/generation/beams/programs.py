@@ -1,4 +1,5 @@
-"""The compiled programs of a beam search: first tokens, the loop, a guided step, kept rows."""
+"""The compiled programs of a beam search: first tokens, the loop, a guided step, and row
+selection."""
 
 import functools
 from dataclasses import replace
@@ -32,8 +33,8 @@ from kvjax.sampling.sampler import filter_logits
 from kvjax.sampling.scores import Scores
 
 Columns = tuple[Array, Array, Scores | None]
-"""The choices of some steps, [rows, steps] each: tokens, the beams of the prompt that they were
-chosen for, and their scores."""
+"""The choices of some steps. The three parts are [rows, steps]: tokens, the beam of the prompt that
+each token continues, and scores."""
 Rows = Array | np.ndarray
 _T = TypeVar("_T")
 _Carry = tuple[Array, Context, SearchState, TokenHistory | None, Columns]
@@ -58,13 +59,13 @@ def begin(
 ) -> tuple[SearchState, TokenHistory | None, Columns]:
     """Choose the first tokens, from the logits after the prompts, with one row for each beam.
 
-    ``real``, ``start``: as for ``initial_state``; ``allowed``: as for ``sample``.
+    ``real`` and ``start`` are as for ``initial_state``, and ``allowed`` as for ``sample``.
     """
     before = initial_state(real, start, beams, scores)
     after, past, choice = _choose(
         before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
-    # The rows of a prompt are still equal, so none has to move.
+    # The rows of a prompt are still equal, so none must be moved.
     columns = jax.tree.map(lambda x: x[:, None], _flatten_beams((after.token, *choice)))
     return _constrain((after, past, columns), mesh_sharding)
 
@@ -88,8 +89,8 @@ def search(
     steps: Array,
     scores: int | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """Run ``steps`` steps, at most ``MAX_STEPS``, or fewer if all prompts are done. A step feeds
-    the newest token of each beam, chooses the next tokens, and moves rows."""
+    """Run ``steps`` steps, at most ``MAX_STEPS``, or fewer if all prompts are done. A step runs the
+    model on the newest token of each beam, chooses the next tokens, and moves rows."""
     mesh_sharding = None if context.cache is None else context.cache.mesh_sharding
     shape = before.token.size, MAX_STEPS
     zeros = jnp.zeros(shape, jnp.int32)
@@ -122,7 +123,7 @@ def search(
 def feed(
     model: Model, params: PyTree, context: Context, state: SearchState
 ) -> tuple[Context, Logits]:
-    """Feed the newest token of each running beam to the model; the logits after it."""
+    """Run the model on the newest token of each running beam. Returns the logits after it."""
     return _feed(model, params, context, state)
 
 
@@ -142,8 +143,8 @@ def choose(
     allowed: UInt[Array, "batch words"] | None,
     scores: int | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """Choose the next tokens among those allowed, and move rows. ``feed`` and this program are one
-    step of ``search``."""
+    """Choose the next tokens among the allowed ones, and move rows. ``feed`` and this program
+    together are one step of ``search``."""
     mesh_sharding = None if context.cache is None else context.cache.mesh_sharding
     context, after, past, new = _step(
         context, before, past, logits, filters, beams, settings, params, limit, scores, allowed
@@ -175,7 +176,7 @@ def _step(
     scores: int | None,
     allowed: UInt[Array, "batch words"] | None = None,
 ) -> tuple[Context, SearchState, TokenHistory | None, Columns]:
-    """Choose tokens and move rows. Columns have the shape [rows]."""
+    """Choose tokens and move rows. The returned columns have the shape [rows]."""
     after, past, choice = _choose(
         before, past, logits, filters, beams, settings, params, limit, scores, allowed
     )
@@ -226,14 +227,14 @@ def _choose(
 
 
 def _gather_beams(x: Array, parent: Array) -> Array:
-    """Rows [batch * beams, ...], each replaced by the row that it continues."""
+    """Replace each of the rows [batch * beams, ...] by the row that it continues."""
     by_beam = x.reshape(*parent.shape, *x.shape[1:])
     index = parent.reshape(*parent.shape, *[1] * (by_beam.ndim - 2))
     return jnp.take_along_axis(by_beam, index, axis=1, mode="clip").reshape(x.shape)
 
 
 def _flatten_beams(tree: PyTree) -> PyTree:
-    """Arrays [batch, beams, ...] as [batch * beams, ...]."""
+    """Reshape arrays [batch, beams, ...] to [batch * beams, ...]."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
 
 
@@ -246,7 +247,8 @@ def _move_rows(context: Context, state: SearchState, parent: Array) -> Context:
 
 
 def _constrain(tree: _T, mesh_sharding: MeshSharding | None) -> _T:
-    """On a mesh, shard every array by rows, so that the next call does not compile again."""
+    """On a mesh, shard every array by rows, so that the next call does not compile a new
+    program."""
     if mesh_sharding is None:
         return tree
     return jax.tree.map(
@@ -260,15 +262,15 @@ def _constrain(tree: _T, mesh_sharding: MeshSharding | None) -> _T:
 def rows_to_keep(
     rows: np.ndarray, rewound: np.ndarray, request: GenerationRequest
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows to keep of all real prompts, then empty rows that fill up the mesh.
+    """Return the rows to keep of all real prompts, followed by empty rows that fill the mesh.
 
     Args:
       rows: int[prompts, n], the rows to keep of each prompt.
-      rewound: int[prompts, n], tokens to rewind from them.
+      rewound: int[prompts, n], how many tokens to rewind from each of these rows.
       request: the request of the search.
 
     Returns:
-      Both as int32[rows].
+      The rows, and the numbers of tokens to rewind, both int32[rows].
     """
     prompts = request.rows // request.samples
     rows, rewound = rows[:prompts].ravel(), rewound[:prompts].ravel()
@@ -281,8 +283,8 @@ def rows_to_keep(
 
 
 def keep_rows(cache: KVCache, rows: Rows, rewound: Rows) -> KVCache:
-    """Select rows of a cache, int32[n], and rewind ``rewound`` tokens from them. Page pools are not
-    copied. The cache given is donated."""
+    """Select the rows ``rows`` (int32[n]) of a cache, and rewind ``rewound`` tokens from each. Page
+    pools are not copied. The given cache is donated."""
     shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
     own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
     return _keep_rows(shared, replace(cache, layers=tuple(own)), rows, rewound)
@@ -299,4 +301,4 @@ def _keep_rows(shared: PyTree, cache: KVCache, rows: Array, rewound: Array) -> K
 
 
 max_rewind = jax.jit(rewindable)
-"""Tokens that each row can be rewound."""
+"""A compiled function that returns how many tokens can be rewound from each row of a cache."""

@@ -1,4 +1,4 @@
-"""A beam search on the device: a session with a row for each beam, with guides or without."""
+"""A beam search on the device: a session with a row for each beam, with or without guides."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +17,15 @@ from kvjax.generation.session import Session
 from kvjax.sampling.filters import ALL_ALLOWED, Logits
 
 SearchOutput = tuple[programs.Columns, SearchState]
-"""The choices of a dispatch, and the state after it."""
+"""The choices of one dispatch, and the state after it."""
 
 
 class BeamSession:
-    """Runs a search on a session whose prompts have been prefilled: ``begin`` once, then ``search``
-    repeatedly, each after the session's ``make_room``. Only ``keep`` waits for the device."""
+    """Runs a beam search on a session whose prompts have been prefilled.
+
+    Call ``begin`` once, then ``search`` repeatedly, and before each of these calls the session's
+    ``make_room``. Only ``keep`` waits for the device.
+    """
 
     def __init__(self, request: GenerationRequest, session: Session) -> None:
         search = request.search
@@ -64,7 +67,7 @@ class BeamSession:
         return columns, self._state
 
     def search(self, steps: np.int32) -> SearchOutput:
-        """Choose ``steps`` more tokens of each beam, at most ``MAX_STEPS``."""
+        """Choose ``steps`` more tokens for each beam. ``steps`` is at most ``MAX_STEPS``."""
         session = self._session
         session.context, self._state, self._past, columns = programs.search(
             *self._search_args(steps)
@@ -72,11 +75,11 @@ class BeamSession:
         return columns, self._state
 
     def lowered(self) -> dict[str, Lowered]:
-        """The programs of ``search``, to be compiled."""
+        """Lower the programs of ``search``, by name."""
         return {"search": programs.search.lower(*self._search_args(np.int32(0)))}
 
     def _masks(self) -> np.ndarray | None:
-        """uint32[rows, words], bit masks of the tokens that guides allow; None for all."""
+        """Return the token masks of the guides, uint32[rows, words]; None to allow all tokens."""
         return None
 
     def _search_args(self, steps: np.int32) -> tuple[object, ...]:
@@ -97,8 +100,8 @@ class BeamSession:
         )
 
     def keep(self, rows: np.ndarray, rewound: np.ndarray) -> bool:
-        """Keep only some rows of the cache, int[n], rewound by ``rewound`` tokens. Returns False,
-        and changes nothing, if a row can't be rewound by that much."""
+        """Keep only the rows ``rows`` (int[n]) of the cache, and rewind ``rewound`` tokens from
+        each. Returns False, and changes nothing, if a row can't be rewound that far."""
         cache = self._session.cache
         assert cache is not None
         if np.any(rewound > fetch(programs.max_rewind(cache))[rows]):
@@ -108,7 +111,7 @@ class BeamSession:
 
 
 class GuidedBeamSession(BeamSession):
-    """A ``BeamSession`` with guides. ``search`` runs one step, and waits for the one before it."""
+    """A ``BeamSession`` with guides. ``search`` runs one step, and waits for the previous step."""
 
     def __init__(self, request: GenerationRequest, session: Session) -> None:
         super().__init__(request, session)
@@ -116,17 +119,17 @@ class GuidedBeamSession(BeamSession):
         self._guides = BeamGuides(request.guides, self._beams, mask_words(session.lm.config))
 
     def begin(self) -> SearchOutput:
-        """Choose the first tokens, under the prompts' masks."""
+        """Choose the first tokens among those that the prompts' guides allow."""
         self._columns, state = super().begin()
         return self._columns, state
 
     def search(self, steps: np.int32) -> SearchOutput:
-        """Choose one more token of each beam."""
+        """Choose one more token for each beam."""
         session, lm = self._session, self._session.lm
         session.context, logits = programs.feed(
             lm.architecture, lm.params, session.context, self._state
         )
-        # While that runs, advance the guides by the previous step's tokens.
+        # While the model runs, advance the guides by the previous step's tokens.
         token, parent, _ = self._columns
         token, parent, score, done = fetch((token, parent, self._state.score, self._state.done))
         running = (score > -np.inf) & ~np.repeat(done, self._beams.group_size, axis=1)
@@ -137,7 +140,7 @@ class GuidedBeamSession(BeamSession):
         return self._columns, self._state
 
     def lowered(self) -> dict[str, Lowered]:
-        """The two programs of a step, to be compiled."""
+        """Lower the two programs of a step, by name."""
         session, lm = self._session, self._session.lm
         feed = programs.feed.lower(lm.architecture, lm.params, session.context, self._state)
         args = self._choose_args(session.zeros_like(feed.out_info[1]))
@@ -166,7 +169,7 @@ class GuidedBeamSession(BeamSession):
 class BeamGuides:
     """The guides of all beams. A beam that continues another one has a copy of its guide.
 
-    ``guides``: one for each row, or None; they are copied first.
+    ``guides`` has a guide or None for each row. The guides are copied first.
     """
 
     def __init__(
@@ -182,8 +185,8 @@ class BeamGuides:
     def advance(self, tokens: np.ndarray, parents: np.ndarray, running: np.ndarray) -> None:
         """Give each running row its parent's guide, and let it accept the row's token.
 
-        ``tokens``: int32[rows]; ``parents``: int32[rows], beams of the same prompt; ``running``:
-        bool[rows].
+        ``tokens`` is int32[rows]. ``parents`` (int32[rows]) are beams of the same prompt.
+        ``running`` is bool[rows].
         """
         after: list[CopyableGuide | None] = [None] * len(self._guides)
         taken: set[int] = set()
@@ -201,7 +204,7 @@ class BeamGuides:
         self._guides = after
 
     def masks(self) -> np.ndarray:
-        """uint32[rows, words], bit masks of the tokens allowed next; all for rows without one."""
+        """Return the token masks, uint32[rows, words]. Rows without a guide allow all tokens."""
         masks = np.full((len(self._guides), self._words), ALL_ALLOWED, np.uint32)
         for row, guide in enumerate(self._guides):
             if guide is not None:
@@ -210,7 +213,7 @@ class BeamGuides:
 
 
 def search_of(request: GenerationRequest, session: Session) -> BeamSession:
-    """The search of a request, with guides or without."""
+    """Create the search of a request, with or without guides."""
     if request.guides is None:
         return BeamSession(request, session)
     return GuidedBeamSession(request, session)
@@ -219,7 +222,8 @@ def search_of(request: GenerationRequest, session: Session) -> BeamSession:
 def final_guides(
     lm: LanguageModel, request: GenerationRequest, sequences: Sequence[Sequence[int]]
 ) -> tuple[Guide | None, ...] | None:
-    """The request's guides after accepting the sequences returned; None without guides."""
+    """Return copies of the request's guides after they have accepted the returned sequences; None
+    without guides."""
     if request.guides is None or request.search is None:
         return None
     guides: list[Guide | None] = []
@@ -236,7 +240,7 @@ def accept_all(guide: Guide, tokens: Sequence[int], words: int) -> None:
     """Let a guide accept the tokens of a sequence."""
     for place, token in enumerate(tokens, 1):
         if place == len(tokens):
-            # A guide notices that it can't continue when its mask is computed; the sequence then
+            # A guide notices that it can't continue when its mask is computed. The sequence then
             # ends with this token.
             guide_mask(guide, words)
         guide.accept(token)

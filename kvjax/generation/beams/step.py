@@ -1,7 +1,7 @@
 """The options of a beam search, and one step of it: from log-probabilities to the next beams.
 
-A beam is a row of the cache. If several new beams continue the same one, the first of them stays in
-its row, and the others take rows that no beam continues.
+A beam is a row of the cache. If several new beams continue the same beam, the first of them stays
+in its row, and the others use rows that no beam continues.
 
 Source: ``_beam_search`` of Transformers; for groups, Vijayakumar et al., "Diverse Beam Search",
 arXiv:1610.02424, with Hamming diversity.
@@ -23,32 +23,36 @@ from kvjax.generation.options import GenerationOptions
 from kvjax.sampling.scores import Scores
 
 MAX_ROWS = 65536
-"""The most rows of a prompt; the host keeps a sequence for each."""
+"""The maximum number of rows per prompt. The host keeps a sequence for each row."""
 _EARLY_STOPPING: dict[bool | str, int] = {False: 0, True: 1, "never": 2}
 
 
 @dataclass(frozen=True)
 class BeamConfig:
-    """Beams of each prompt, and the groups that they form. A static argument of programs."""
+    """The number of beams of each prompt, and the number of groups that they form. This is a static
+    argument of programs."""
 
     num_beams: int
     num_groups: int = 1
 
     @property
     def group_size(self) -> int:
-        """Beams of a group."""
+        """The number of beams of a group."""
         return self.num_beams // self.num_groups
 
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """A beam search, or, if ``beams`` is None, the best of several samples.
+    """The settings of a beam search or, if ``beams`` is None, of choosing the best of several
+    samples.
 
-    ``num_return``: sequences returned for each prompt, fewer than its rows. ``length_penalty``: the
-    exponent of the length that scores are divided by. ``early_stopping``: when a group ends; 0:
-    once no better sequence is likely; 1: once it has as many finished sequences as beams; 2: once
-    no better sequence is possible. ``diversity_penalty``: subtracted for tokens that other groups
-    have chosen in the same step.
+    Attributes:
+      num_return: the number of sequences that are returned for each prompt.
+      beams: the numbers of beams and groups; None for samples.
+      length_penalty: scores are divided by the length to the power of this.
+      early_stopping: when a group ends after it has found as many finished sequences as beams. With
+        1 immediately, with 0 when no better sequence is likely, with 2 when none is possible.
+      diversity_penalty: the penalty for tokens that other groups have chosen in the same step.
     """
 
     num_return: int
@@ -59,10 +63,11 @@ class SearchConfig:
 
 
 def resolve_search(options: GenerationOptions) -> tuple[int, SearchConfig | None]:
-    """The rows of each prompt, and the search among them, None for plain samples.
+    """Return the number of rows of each prompt, and the settings of the search; None for plain
+    samples.
 
     Raises:
-      ValueError: if options are out of range, or exclude each other.
+      ValueError: if options are out of range, or can't be combined.
     """
     n = as_int("n", options.n, 1, MAX_ROWS)
     beams = as_int("num_beams", options.num_beams, 1, MAX_ROWS)
@@ -132,7 +137,7 @@ def _beam_search(options: GenerationOptions, n: int, beams: int) -> SearchConfig
 
 
 def _number(name: str, value: object, limit: int) -> float:
-    # Beyond these limits a score is not finite in float32.
+    # Outside of these limits, a score is not finite in float32.
     value = as_python(value)
     numeric = isinstance(value, int | float)
     if isinstance(value, bool) or not numeric or not math.isfinite(value) or abs(value) > limit:
@@ -152,10 +157,11 @@ class SearchParams:
 
 @pytree_dataclass
 class Hypotheses:
-    """The best finished sequences of a prompt, [batch, beams] each, the best of a group first.
+    """The best finished sequences of each prompt, the best of each group first.
 
-    ``score``: -inf for an empty entry; ``length``: tokens; ``token``: the last one; ``beam``: the
-    beam that it was chosen for; ``token_scores``: the scores of the last token.
+    All arrays are [batch, beams]. ``score`` is -inf for an empty entry. ``length`` is the number of
+    tokens. ``token`` is the last token, ``beam`` the beam that it continues, and ``token_scores``
+    its scores.
     """
 
     score: Array
@@ -167,13 +173,17 @@ class Hypotheses:
 
 @pytree_dataclass
 class SearchState:
-    """The state of a search.
+    """The state of a beam search.
 
-    ``token``, ``score``: [batch, beams], the newest token of each beam, and the sum of its tokens'
-    log-probabilities, -inf for a beam that does not exist; ``count``, ``done``: [batch, groups],
-    new tokens, and whether the group has ended; ``broken``: bool[batch], prompts with logits
-    that are not finite; ``finished``: their finished sequences; ``start``: int32[batch, beams],
-    tokens that each row held when the search began.
+    Attributes:
+      token: int32[batch, beams], the newest token of each beam.
+      score: float32[batch, beams], the sum of the log-probabilities of a beam's tokens; -inf for a
+        beam that does not exist.
+      count: int32[batch, groups], the number of new tokens.
+      done: bool[batch, groups], whether the group has ended.
+      broken: bool[batch], whether the prompt has logits that are not finite.
+      finished: the finished sequences.
+      start: int32[batch, beams], the number of tokens in each row when the search began.
     """
 
     token: Array
@@ -186,21 +196,21 @@ class SearchState:
 
 
 class BeamChoice(NamedTuple):
-    """The choice of a step, [batch, beams] each: the beam that each new beam continues, and the
-    scores of its token."""
+    """The choice of a step: the beam that each new beam continues, and the scores of its token.
+    Both are [batch, beams]."""
 
     parent: Array
     token_scores: Scores | None
 
 
 def initial_state(real: Array, start: Array, beams: BeamConfig, scores: int | None) -> SearchState:
-    """A search before its first step. It has one beam in each group.
+    """Create the state of a search before its first step. It has one beam in each group.
 
     Args:
-      real: bool[batch], the prompts that are not padding of the mesh.
-      start: int32[batch * beams], tokens that each row holds.
+      real: bool[batch], False for prompts that are padding for the mesh.
+      start: int32[batch * beams], the number of tokens in each row.
       beams: the numbers of beams and groups.
-      scores: as for ``programs.decode``.
+      scores: how many of the most likely tokens to report with each token; None for no scores.
     """
     shape = len(real), beams.num_beams
     zeros, empty = jnp.zeros(shape, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
@@ -228,12 +238,13 @@ def advance(
     Args:
       before: the state.
       logprobs: float32[batch, beams, vocab], after penalties and filters.
-      raw_logprobs: the model's own log-probabilities, for ``scores``.
-      eos: int32[batch, n], tokens that end a sequence; padding is outside of the vocabulary.
+      raw_logprobs: the model's log-probabilities before these, for ``scores``.
+      eos: int32[batch, n], the tokens that end a sequence. Padding is a number outside of the
+        vocabulary.
       params: the numeric settings of the search.
-      limit: int32[], the most new tokens.
+      limit: int32[], the maximum number of new tokens.
       beams: the numbers of beams and groups.
-      scores: as for ``programs.decode``.
+      scores: how many of the most likely tokens to report with each token; None for no scores.
     """
     batch, _, vocab = logprobs.shape
     reported = None
@@ -269,7 +280,7 @@ def advance(
 
 
 _Reported = tuple[Array, ...] | None
-"""The model's log-probabilities, and the likeliest ones with their ids if these are reported."""
+"""The model's log-probabilities and, if they are reported, the highest ones and their token ids."""
 
 
 def _advance_group(
@@ -286,12 +297,13 @@ def _advance_group(
     limit: Array,
     first: int,
 ) -> tuple[Array, Array, Hypotheses, BeamChoice, Array, Array]:
-    """``advance`` for one group of one prompt, whose beams are numbered from ``first`` on. Returns
-    token and score of each beam, finished sequences, the choice, count, and whether it is done."""
+    """Do the work of ``advance`` for one group of one prompt. The beams of the group are numbered
+    from ``first`` on. Returns the token and the score of each beam, finished sequences, the choice,
+    ``count``, and whether the group is done."""
     size, length = len(score), count + 1
     last = length >= limit
     running, ending = _candidates(logprobs, score, eos)
-    # Among the best candidates of both kinds, those that end become finished sequences.
+    # Of the best candidates of both kinds, the ending ones become finished sequences.
     best = jax.tree.map(lambda *x: jnp.concatenate(x), running, ending)
     order = jnp.lexsort((best.beam * logprobs.shape[1] + best.token, -best.score))[:size]
     best = jax.tree.map(lambda x: x[order], best)
@@ -330,7 +342,7 @@ def _advance_group(
 
 
 def _token_scores(reported: _Reported, beam: Array, token: Array) -> Scores | None:
-    """The scores of tokens of beams, int32[n] each."""
+    """Return the scores of ``token`` after ``beam`` (both int32[n])."""
     if reported is None:
         return None
     logprobs, *top = reported
@@ -343,7 +355,7 @@ def _token_scores(reported: _Reported, beam: Array, token: Array) -> Scores | No
 
 
 class _Candidates(NamedTuple):
-    """Continuations of beams by one token, [n] each."""
+    """Continuations of beams by one token. All arrays are [n]."""
 
     score: Array
     token: Array
@@ -352,8 +364,8 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(logprobs: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
-    """The continuations of a group's beams: the best unfinished ones, best first, one per beam of
-    the group; and all that end."""
+    """Return the continuations of a group's beams by one token. The first result has the best ones
+    that do not end, best first, as many as the group has beams. The second has all that end."""
     size, vocab = logprobs.shape
     total = logprobs + score[:, None]
     best, token = lax.top_k(total.at[:, eos].set(-jnp.inf, mode="drop"), min(size, vocab))
@@ -371,8 +383,8 @@ def _candidates(logprobs: Array, score: Array, eos: Array) -> tuple[_Candidates,
 
 
 def _assign_rows(running: _Candidates) -> tuple[Array, Array]:
-    """The candidate of each row, int32[size], and the row that it continues: its own one if any
-    candidate continues it."""
+    """Assign a candidate to each row. Returns the candidates, int32[size], and the rows that they
+    continue. A row gets a candidate that continues it, if there is one."""
     rows = jnp.arange(len(running.score), dtype=jnp.int32)
     real, beam = running.score > -jnp.inf, running.beam
     same = (beam[:, None] == beam[None]) & real[None]

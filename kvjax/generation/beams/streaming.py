@@ -1,4 +1,4 @@
-"""A beam search as an iterator over pieces, and its sequences, reconstructed on the host."""
+"""A beam search as an iterator over pieces, and the reconstruction of its sequences on the host."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ from kvjax.sampling.scores import Scores, TokenScore, token_scores
 
 
 class History:
-    """The tokens, parent beams and scores of every step, NumPy arrays [batch, beams] each."""
+    """The tokens, parent beams and scores of every step, as NumPy arrays [batch, beams]."""
 
     def __init__(self, beams: int) -> None:
         self._beams = beams
@@ -37,7 +37,7 @@ class History:
         return len(self._steps)
 
     def add(self, columns: PyTree, steps: int) -> None:
-        """Add the first ``steps`` steps of ``programs.Columns``, on the host."""
+        """Add the first ``steps`` steps of a ``programs.Columns`` on the host."""
         for step in range(steps):
             self._steps.append(jax.tree.map(lambda x, at=step: self._by_beam(x[:, at]), columns))
 
@@ -48,11 +48,11 @@ class History:
         """Trace sequences back from their last token.
 
         Args:
-          length: int[batch, n], tokens of each.
-          beam: int[batch, n], the beam of its last token.
+          length: int[batch, n], the number of tokens of each sequence.
+          beam: int[batch, n], the beam of each sequence's last token.
 
         Returns:
-          Tokens and beams, int[batch, n, steps], -1 after the end.
+          Tokens and beams, both int[batch, n, steps], with -1 after the end of a sequence.
         """
         rows = np.arange(len(length))[:, None]
         tokens = np.full((*length.shape, len(self)), -1, np.int32)
@@ -66,7 +66,7 @@ class History:
         return tokens, beams
 
     def scores(self, row: int, beams: np.ndarray) -> list[Scores]:
-        """The ``Scores`` of a prompt's tokens, given the beam of each step."""
+        """Return the ``Scores`` of a prompt's tokens, given the beam of each step."""
         return [
             jax.tree.map(lambda x, at=beam: x[row, at], self._steps[step][2])
             for step, beam in enumerate(beams)
@@ -74,11 +74,11 @@ class History:
 
 
 def common_prefixes(tokens: np.ndarray, real: np.ndarray) -> list[list[int]]:
-    """The longest common prefix of each prompt's sequences.
+    """Return the longest common prefix of each prompt's sequences.
 
     Args:
-      tokens: int[batch, n, steps], -1 after the end.
-      real: bool[batch, n], the sequences that count.
+      tokens: int[batch, n, steps], with -1 after the end of a sequence.
+      real: bool[batch, n], which sequences count.
     """
     prefixes = []
     for sequences, counts in zip(tokens, real, strict=True):
@@ -93,11 +93,15 @@ def common_prefixes(tokens: np.ndarray, real: np.ndarray) -> list[list[int]]:
 
 
 class BestSequences(NamedTuple):
-    """The best sequences of each prompt, the best first.
+    """The best sequences of each prompt, best first.
 
-    ``tokens``, ``scores``: [batch][n], an empty list and -inf where a search found fewer;
-    ``token_scores``: scores of their tokens, empty if not requested; ``known``: int[batch, n,
-    steps], all tokens but the last, -1 after them; ``before``: int[batch, n], their number.
+    Attributes:
+      tokens: the tokens of each sequence. If a search found fewer than ``n`` sequences, the list is
+        empty.
+      scores: the score of each sequence, -inf for a missing one.
+      token_scores: the scores of ``tokens``; empty if not requested.
+      known: int[batch, n, steps], all tokens of each sequence except the last, followed by -1.
+      before: int[batch, n], the number of tokens in ``known``.
     """
 
     tokens: list[list[list[int]]]
@@ -108,13 +112,14 @@ class BestSequences(NamedTuple):
 
 
 def best_sequences(history: History, finished: PyTree, n: int, scores: int | None) -> BestSequences:
-    """The ``n`` best finished sequences of all groups.
+    """Return the ``n`` best finished sequences of all groups.
 
     Args:
       history: the history of the search.
       finished: ``Hypotheses`` on the host.
-      n: sequences of each prompt.
-      scores: likeliest tokens reported with each token, None for no log-probabilities.
+      n: the number of sequences per prompt.
+      scores: how many of the most likely tokens to report with each token; None for no
+        log-probabilities.
     """
     order = np.argsort(-finished.score, axis=1, kind="stable")[:, :n]
     rows = np.arange(len(order))[:, None]
@@ -138,8 +143,9 @@ def best_sequences(history: History, finished: PyTree, n: int, scores: int | Non
 def live_sequences(
     history: History, count: np.ndarray, beams: BeamConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of all beams, int[batch, beams, steps], -1 after the end, and their numbers;
-    ``count``: int[batch, groups], tokens of each group's beams."""
+    """Return the tokens of all beams, int[batch, beams, steps], with -1 after the end, and the
+    number of tokens of each. ``count`` (int[batch, groups]) is the number of tokens of each group's
+    beams."""
     counts = np.repeat(count, beams.group_size, axis=1)
     own = np.broadcast_to(np.arange(counts.shape[1]), counts.shape)
     return history.paths(counts, own)[0], counts
@@ -148,18 +154,18 @@ def live_sequences(
 def source_beams(
     live: np.ndarray, count: np.ndarray, known: np.ndarray, before: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """For each best sequence, the beam whose cache row holds most of it. A row holds all tokens of
-    its beam but the newest.
+    """For each best sequence, find the beam whose cache row contains most of it. A row contains all
+    tokens of its beam except the newest.
 
     Args:
-      live: int[batch, beams, steps], tokens of the beams.
-      count: int[batch, beams], their numbers.
-      known: int[batch, n, steps], tokens of the best sequences but the last.
-      before: int[batch, n], their numbers.
+      live: int[batch, beams, steps], the tokens of the beams.
+      count: int[batch, beams], the number of tokens of each beam.
+      known: int[batch, n, steps], the tokens of the best sequences except the last.
+      before: int[batch, n], the number of tokens in ``known``.
 
     Returns:
-      int[batch, n] each: the beam, the tokens that its row shares with the sequence, and the tokens
-      that the row holds after them.
+      Three arrays int[batch, n]: the beam, how many tokens its row has in common with the sequence,
+      and how many tokens the row has after them.
     """
     fed, steps = np.maximum(count - 1, 0), np.arange(live.shape[2])
     same = (live[:, None] == known[:, :, None]) & (steps < fed[:, None, :, None])
@@ -171,12 +177,12 @@ def source_beams(
 
 
 _WATCHED_STEPS = 8
-"""The most steps of a dispatch whose text is streamed to a reader."""
+"""The maximum number of steps of a dispatch whose text is streamed to a reader."""
 
 
 class BeamStream(PieceIterator):
-    """A beam search that runs while it is iterated over. Before the end, a prompt's pieces are the
-    common prefix of all its candidates, which can't change any more."""
+    """A beam search that runs while you iterate over it. Before the end, pieces contain the common
+    prefix of all candidates of a prompt, which can no longer change."""
 
     def __init__(
         self,
@@ -221,12 +227,13 @@ class BeamStream(PieceIterator):
         dispatched, longest = 1, request.positions - request.max_new_tokens
         in_flight: deque[SearchOutput] = deque()
         max_steps, ahead = _WATCHED_STEPS if self._streamed else MAX_STEPS, 2
-        if request.guides is not None:  # each step needs the tokens of the one before
+        if request.guides is not None:  # each step needs the tokens of the previous one
             max_steps, ahead = 1, 1
         while not self._state.done.all():
             yield self._piece()
             with self._decode_timer.running():
-                # One dispatch ahead. If the search ends in the first one, the second does nothing.
+                # Keep two dispatches in flight. If the search ends in the first one, the second
+                # does nothing.
                 while len(in_flight) < ahead and dispatched < request.max_new_tokens:
                     steps = min(max_steps, request.max_new_tokens - dispatched)
                     self._session.make_room(longest + dispatched + steps)
@@ -258,7 +265,7 @@ class BeamStream(PieceIterator):
             self._push_common()
 
     def _push_common(self) -> None:
-        """Emit the common prefix of all sequences that can still be returned."""
+        """Add the common prefix of all sequences that may still be returned to the output."""
         live, _ = live_sequences(self._history, self._state.count, self._beams)
         finished = self._state.finished
         past, _ = self._history.paths(finished.length - 1, finished.beam)
@@ -299,8 +306,9 @@ class BeamStream(PieceIterator):
         return result
 
     def _result_cache(self, best: BestSequences) -> tuple[Any, list[list[int]]]:
-        """A cache with one row for each sequence returned, and the tokens that each row lacks. A
-        row comes from the running beam that shares most with the sequence, rewound to that."""
+        """Return a cache with one row per returned sequence, and the tokens that each row lacks. A
+        row comes from the running beam that has the longest common prefix with the sequence,
+        rewound to this prefix."""
         request, session = self._request, self._session
         live, count = live_sequences(self._history, self._state.count, self._beams)
         beam, prefix_lens, rewound = source_beams(live, count, best.known, best.before)

@@ -1,1 +1,1 @@
-"""Speculative decoding: draft tokens are proposed, then verified several at a time."""
+"""Speculative decoding: draft tokens are proposed, and then verified several at a time."""

@@ -1,4 +1,4 @@
-"""Draft length, from the recent acceptance rate and the cost of drafting.
+"""Choice of the draft length from the recent acceptance rate and the cost of drafting.
 
 The same code runs inside programs and on the host.
 """
@@ -13,27 +13,28 @@ from kvjax.core.pytree import pytree_dataclass
 from kvjax.core.typing import Array, PerRow, RowMask
 
 _PRIOR_RATE = 0.85
-"""The acceptance rate assumed before anything is known."""
+"""The acceptance rate that is assumed at first."""
 _PRIOR_WEIGHT, _WEIGHT_AFTER_COOLDOWN = 2.0, 1.0
-"""The number of draft tokens that this assumption counts as, at first and after a cooldown."""
+"""The weight of the assumed rate as a number of draft tokens, at first and after a cooldown."""
 _DECAY = 0.9
-"""Weight of all earlier rounds in the next one."""
+"""The factor by which the weight of all earlier rounds is multiplied in each round."""
 _COOLDOWN, _MAX_COOLDOWN = 16, 512
-"""Tokens decoded without drafts once drafts do not pay; doubled each time in a row."""
+"""When drafting becomes slower than decoding, ``_COOLDOWN`` tokens are decoded without drafts. If
+this happens repeatedly, the number doubles, up to ``_MAX_COOLDOWN``."""
 DEFAULT_LENGTH = 7
-"""The most tokens drafted at a time, where the user gives no number."""
+"""The maximum number of tokens that are drafted at a time, if the user gives none."""
 _TOKEN_COST = {"cpu": 0.07, "gpu": 0.004, "tpu": 0.005}
-"""The cost of one more token in a pass, relative to a pass over one token, by platform: measured on
-a CPU; on others the ratio of compute time to the time for reading weights. See
-docs/notes/speculation.md."""
+"""The cost of one more token in a pass, divided by the cost of a pass over one token, by platform.
+It is measured on a CPU. On other platforms it is the ratio of compute time to the time for reading
+weights. See docs/notes/speculation.md."""
 
 
 @dataclass(frozen=True)
 class DraftCost:
-    """Costs of drafting, in passes of the target model over one token per row.
+    """Costs of drafting. The unit is a pass of the target model over one token per row.
 
-    ``verify``: the additional cost of a pass over a draft, compared with a pass over one token;
-    ``token``: the cost of drafting one token.
+    ``verify`` is the additional cost of a pass over a draft, compared with a pass over one token.
+    ``token`` is the cost of drafting one token.
     """
 
     verify: float
@@ -41,24 +42,24 @@ class DraftCost:
 
 
 def draft_cost(platform: str, rows: int, length: int, token: float) -> DraftCost:
-    """The cost of drafting ``length`` tokens for each of ``rows`` rows; ``token``: the draft
-    model's size relative to the target model's."""
+    """Estimate the cost of drafting ``length`` tokens for each of ``rows`` rows. ``token`` is the
+    draft model's size divided by the target model's."""
     per_token = _TOKEN_COST.get(platform, _TOKEN_COST["gpu"])
     verify = (1 + per_token * rows * (length + 1)) / (1 + per_token * rows) - 1
     return DraftCost(verify, token)
 
 
 def cost_alone(cost: DraftCost, platform: str, rows: int, size: int) -> DraftCost:
-    """The cost of drafting for one row that is verified in a pass of its own, but would otherwise
-    be one of ``rows`` rows in a shared pass; ``size``: rows that the shared program is compiled
-    for."""
+    """Return the cost of drafting for one row that is verified in a separate pass. Without a draft,
+    it would be one of ``rows`` rows in a shared pass, whose program has ``size`` rows."""
     per_token = _TOKEN_COST.get(platform, _TOKEN_COST["gpu"])
     share = (1 + per_token * size) / (1 + per_token) / rows
     return DraftCost((1 + cost.verify) / share - 1, cost.token / share)
 
 
 def default_length(platform: str, rows: int) -> int:
-    """The most tokens drafted at a time: fewer where verification costs more."""
+    """Return the maximum number of tokens to draft at a time. It is smaller where verification
+    costs more."""
     return 3 if platform == "cpu" and rows > 2 else DEFAULT_LENGTH
 
 
@@ -66,10 +67,13 @@ def default_length(platform: str, rows: int) -> int:
 class Acceptance:
     """Acceptance statistics of a batch.
 
-    ``recent_accepted``, ``recent_verified``: float32[batch], accepted and verified draft tokens,
-    with exponential decay; ``cooldown``: int32, passes before the next draft of any row;
-    ``next_cooldown``: int32, the length of the next cooldown; ``proposed``, ``accepted``:
-    int32[batch], totals; ``passes``: int32, passes of the target model.
+    Attributes:
+      recent_accepted, recent_verified: float32[batch], the numbers of accepted and of verified
+        draft tokens, with exponential decay.
+      cooldown: int32[], how many passes must run before the next draft of any row.
+      next_cooldown: int32[], the length of the next cooldown.
+      proposed, accepted: int32[batch], the total numbers of proposed and of accepted draft tokens.
+      passes: int32[], the number of passes of the target model.
     """
 
     recent_accepted: Array
@@ -82,7 +86,7 @@ class Acceptance:
 
     @classmethod
     def new(cls, batch: int) -> "Acceptance":
-        """The statistics of new rows, as NumPy arrays."""
+        """Create the statistics of new rows, as NumPy arrays."""
         verified, zeros = np.full(batch, _PRIOR_WEIGHT, np.float32), np.zeros(batch, np.int32)
         fields = {
             "recent_accepted": verified * np.float32(_PRIOR_RATE),
@@ -96,8 +100,11 @@ class Acceptance:
         return cls(**fields)
 
     def draft_lengths(self, available: PerRow, cost: DraftCost | None, active: RowMask) -> PerRow:
-        """How many tokens to draft for each row, at most ``available``. It is 0 for all rows if
-        drafting would be slower, and always ``available`` without a cost."""
+        """Return how many tokens to draft for each row, int32[batch], at most ``available``.
+
+        The number is 0 for rows that are not ``active``, and for all rows if drafting would be
+        slower. If ``cost`` is None, it is ``available`` for all active rows.
+        """
         lib = xp(self.recent_accepted, available)
         available = lib.where(active, available, 0)
         if cost is None:
@@ -114,13 +121,13 @@ class Acceptance:
         cost: DraftCost | None,
         active: RowMask,
     ) -> "Acceptance":
-        """The statistics after a round of drafting and verification. If drafting no longer saves
-        time, a cooldown begins.
+        """Return the statistics after a round of drafting and verification. If drafting no longer
+        saves time, a cooldown begins.
 
         Args:
-          drafted: draft tokens of each row.
+          drafted: the number of draft tokens of each row.
           accepted: how many of them were accepted.
-          length: the most tokens that can be drafted.
+          length: the maximum number of tokens that can be drafted.
           cost: the cost of drafting; None to draft always.
           active: the rows that are decoding.
         """
@@ -152,24 +159,24 @@ class Acceptance:
         )
 
     def without_draft(self, passes: int = 1) -> "Acceptance":
-        """The statistics after ``passes`` passes over one token per row."""
+        """Return the statistics after ``passes`` passes over one token per row."""
         cooldown = xp(self.cooldown).maximum(self.cooldown - passes, 0)
         return replace(self, cooldown=cooldown, passes=self.passes + passes)
 
     def relative_time(self, limit: PerRow, cost: DraftCost) -> Array:
-        """The expected time per token of each row with at most ``limit`` draft tokens, relative to
-        decoding without drafts. Below 1, drafting is faster."""
+        """Return the expected time per token of each row with at most ``limit`` draft tokens,
+        divided by the time without drafts. If it is below 1, drafting is faster."""
         length, saved = self._best_lengths(limit, cost)
         drafting = cost.token * length.astype(np.float32)
         return (1 + cost.verify + drafting) / (1 + saved + drafting)
 
     def _best_lengths(self, limit: PerRow, cost: DraftCost) -> tuple[PerRow, Array]:
-        """The best draft length of each row, at most ``limit``, and the passes that it is expected
-        to save."""
+        """Return the best draft length of each row, at most ``limit``, and the number of passes
+        that it is expected to save."""
         lib = xp(self.recent_accepted, limit)
         rate = lib.clip(self.recent_accepted / self.recent_verified, 0.0, 0.99)
-        # A token is accepted only if all before it are. Draft as long as its probability is higher
-        # than its cost: rate ** length > cost.
+        # A token is accepted only if all tokens before it are. Draft a token if the probability of
+        # this is higher than its cost: rate ** length > cost.
         token_cost = max(cost.token, 1e-6)
         length = lib.floor(np.float32(math.log(token_cost)) / lib.log(lib.maximum(rate, 1e-6)))
         length = lib.minimum(lib.maximum(length.astype(np.int32), 1), limit)

@@ -1,4 +1,4 @@
-"""What a user gives as ``draft``, checked against the model, and how its tokens are proposed."""
+"""The values of the argument ``draft``, their checks, and the proposal of their tokens."""
 
 import functools
 import math
@@ -25,20 +25,26 @@ from kvjax.sampling.filters import Logits
 from kvjax.sampling.history import TokenHistory
 
 MAX_LENGTH = 31
-"""The most tokens that can be drafted at a time."""
+"""The maximum number of tokens that can be drafted at a time."""
 
 
 @dataclass(frozen=True)
 class PromptLookup:
     """Prompt lookup decoding: draft the tokens that followed an earlier occurrence of the row's
-    last tokens. It costs nothing, and helps where a text repeats parts of itself or of its prompt.
+    last tokens.
+
+    Proposing tokens costs almost nothing. It helps if a text repeats parts of itself or of its
+    prompt.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., arXiv:2304.04487.
 
-    ``num_draft_tokens``: the most tokens drafted at a time; None chooses by platform and number of
-    rows. ``min_ngram``: tokens that must match; ``max_ngram``: a match that is longer than this has
-    no advantage. ``adaptive``: whether to draft fewer tokens, or none for a while, when few are
-    accepted. Without it, drafts always have ``num_draft_tokens`` tokens.
+    Attributes:
+      num_draft_tokens: the maximum number of tokens that are drafted at a time. With None, it
+        depends on the platform and the number of rows.
+      min_ngram: how many tokens must match.
+      max_ngram: the maximum number of tokens that are compared. Longer matches are not preferred.
+      adaptive: whether to draft fewer tokens, or none for some time, when few are accepted. If
+        False, drafts always have ``num_draft_tokens`` tokens.
 
     Example:
       ```python
@@ -65,9 +71,10 @@ class DraftModel:
 
     Source: Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318.
 
-    ``lm``: the draft model. It needs the target's tokenizer. It may be the first layers of the
-    target (``kvjax.models.first_layers``; Elhoushi et al., LayerSkip, arXiv:2404.16710).
-    ``num_draft_tokens``, ``adaptive``: as for ``PromptLookup``. ``cache``: the policy of its cache.
+    ``lm`` is the draft model. It must have the target's tokenizer. It may be the first layers of
+    the target (``kvjax.models.first_layers``; Elhoushi et al., LayerSkip, arXiv:2404.16710).
+    ``num_draft_tokens`` and ``adaptive`` are as for ``PromptLookup``. ``cache`` is the policy of
+    the draft model's cache.
 
     Example:
       ```python
@@ -87,11 +94,11 @@ class DraftModel:
 
 Draft = PromptLookup | DraftModel
 DraftChoice = Draft | LanguageModel | str
-"""``"lookup"`` means ``PromptLookup()``, and a model ``DraftModel(model)``."""
+"""A draft. ``"lookup"`` stands for ``PromptLookup()``, and a model for ``DraftModel(model)``."""
 
 
 def resolve_draft(lm: LanguageModel, choice: DraftChoice | None) -> Draft | None:
-    """The draft that a user chose for a target model.
+    """Return the draft that a user chose for a target model; None for no draft.
 
     Raises:
       ValueError: if the choice is not a draft, or does not fit the target's tokenizer or devices.
@@ -116,7 +123,7 @@ def resolve_draft(lm: LanguageModel, choice: DraftChoice | None) -> Draft | None
 
 
 def relative_size(lm: LoadedModel, draft: LanguageModel) -> float:
-    """The draft model's number of parameters, relative to the target's."""
+    """Return the draft model's number of parameters, divided by the target's."""
     target_size, draft_size = (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(x.params)) for x in (lm, draft)
     )
@@ -138,7 +145,7 @@ def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
     target_devices, draft_devices = (_devices(x.params) for x in (lm, draft))
     if not target_devices:  # shapes alone
         return
-    # A draft model without a mesh is put onto the target's.
+    # A draft model without a mesh is put on the target's mesh.
     if draft.mesh is not None and draft.mesh != lm.mesh:
         raise ValueError(
             f"the draft {draft.source} is on another mesh than the target model; load it without a "
@@ -149,7 +156,7 @@ def _check_devices(lm: LanguageModel, draft: LanguageModel) -> None:
 
 
 def _devices(params: PyTree) -> set[object]:
-    """The devices of those parameters that are arrays."""
+    """Return the devices of all parameters that are arrays."""
     leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
     return {device for x in leaves for device in x.devices()}
 
@@ -172,8 +179,8 @@ def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _same_vocabulary(target: object, draft: object) -> bool:
-    """Whether two tokenizers have the same vocabulary, as far as it is known. Cached, because
-    vocabularies are large."""
+    """Whether two tokenizers have the same vocabulary, as far as it is known. The result is cached,
+    because vocabularies are large."""
 
     def vocabulary(tokenizer: object) -> object:
         get_vocab = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
@@ -192,17 +199,17 @@ def _check(draft: Draft) -> None:
 
 
 Choose = Callable[[Progress, TokenHistory, Logits, PerRow], tuple[Progress, TokenHistory]]
-"""``(progress, past, logits, limit)``: choose the next token of each row with the target model's
-random numbers. A row is done after ``limit`` new tokens, int32[batch]."""
+"""A function ``(progress, past, logits, limit)`` that chooses the next token of each row, with the
+target model's random numbers. A row is done after ``limit`` (int32[batch]) new tokens."""
 DraftTokens = tuple[Int[Array, "batch length"], PerRow]
-"""Draft tokens, and the number of them in each row."""
+"""Draft tokens, and the number of draft tokens of each row."""
 _Carry = tuple[Array, Cached, Progress, TokenHistory, Array]
 
 
 @dataclass(frozen=True)
 class LookupProposer:
-    """``PromptLookup`` with its settings resolved, a static argument of programs. It drafts at most
-    ``length`` tokens."""
+    """A ``PromptLookup`` with resolved settings. It is a static argument of programs, and drafts at
+    most ``length`` tokens."""
 
     length: int
     cost: DraftCost | None
@@ -210,7 +217,7 @@ class LookupProposer:
     longest: int
 
     def available(self, past: TokenHistory, limit: PerRow) -> PerRow:
-        """How many tokens can be drafted for each row, at most ``limit``."""
+        """Return how many tokens can be drafted for each row, at most ``limit``."""
         return jnp.where(self._longest_match(past)[0] >= self.shortest, limit, 0)
 
     def propose(
@@ -222,8 +229,8 @@ class LookupProposer:
         lengths: PerRow,
         choose: Choose,
     ) -> tuple[DraftTokens, None]:
-        """Draft ``lengths`` tokens for each row. If the match overlaps the end of the sequence, the
-        repetition continues."""
+        """Draft ``lengths`` tokens for each row. If there are fewer tokens after the match, they
+        are repeated."""
         assert past.tokens is not None and past.length is not None
         _, start = self._longest_match(past)
         period = jnp.maximum(past.length - start, 1)[:, None]
@@ -235,12 +242,12 @@ class LookupProposer:
         return context
 
     def _longest_match(self, past: TokenHistory) -> tuple[PerRow, PerRow]:
-        """How many of a row's last tokens, at most ``longest``, occur earlier in it, and the
-        position after their newest earlier occurrence."""
+        """Return how many of a row's last tokens, at most ``longest``, occur earlier in the row,
+        and the position after their newest earlier occurrence."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
         positions = arange_row(tokens.shape[1])
-        # matched[p]: how many tokens up to and including position p equal the row's last ones.
+        # matched[p] is how many tokens up to and including position p equal the row's last tokens.
         matched = jnp.zeros(tokens.shape, jnp.int32)
         equal = (positions < length[:, None] - 1) & (positions >= 0)
         for offset in range(self.longest):
@@ -256,9 +263,12 @@ class LookupProposer:
 
 @dataclass(frozen=True)
 class DraftModelProposer:
-    """``DraftModel`` with its settings resolved, a static argument of programs. It drafts at most
-    ``length`` tokens. The draft model's vocabulary has ``draft_vocab`` tokens, which may be a few
-    more or fewer than the target's ``vocab``."""
+    """A ``DraftModel`` with resolved settings. It is a static argument of programs, and drafts at
+    most ``length`` tokens.
+
+    The draft model's vocabulary has ``draft_vocab`` tokens. They may be a few more or fewer than
+    the target's ``vocab``.
+    """
 
     length: int
     cost: DraftCost | None
@@ -267,7 +277,7 @@ class DraftModelProposer:
     vocab: int
 
     def available(self, past: TokenHistory, limit: PerRow) -> PerRow:
-        """A model can always draft ``limit`` tokens."""
+        """Return ``limit``, because a model can always draft."""
         return limit
 
     def propose(
@@ -279,8 +289,8 @@ class DraftModelProposer:
         lengths: PerRow,
         choose: Choose,
     ) -> tuple[DraftTokens, Cached]:
-        """Draft ``lengths`` tokens for each row. Afterwards the draft model's cache contains all of
-        them except the newest."""
+        """Draft ``lengths`` tokens for each row. Afterwards the draft model's cache contains all
+        draft tokens except the newest."""
         logits, context = self._catch_up(params, context, past, lengths)
         batch, begin = len(lengths), progress.count
         limit = begin + lengths
@@ -305,14 +315,14 @@ class DraftModelProposer:
         return (tokens, progress.count - begin), context
 
     def rewind_rejected(self, context: Cached, lengths: PerRow) -> Cached:
-        """Rewind the draft model's cache to at most ``lengths`` tokens a row."""
+        """Rewind the draft model's cache to at most ``lengths`` tokens per row."""
         return context.rewind(jnp.maximum(context.cache.length - lengths, 0))
 
     def _catch_up(
         self, params: PyTree, context: Cached, past: TokenHistory, lengths: PerRow
     ) -> tuple[Logits, Cached]:
-        """Process the tokens that the draft model's cache lacks, for rows that need a draft, and
-        return the logits after them."""
+        """Process the tokens that the draft model's cache lacks, for rows that need a draft.
+        Returns the logits after these tokens."""
         tokens, length = past.tokens, past.length
         assert tokens is not None and length is not None
 
@@ -334,11 +344,11 @@ class DraftModelProposer:
     def _forward(
         self, params: PyTree, context: Cached, tokens: Tokens, counts: PerRow
     ) -> tuple[Logits, Cached]:
-        """Run the draft model; return its logits, padded or cut to the target's vocabulary."""
+        """Run the draft model. Returns its logits, padded or cut to the target's vocabulary."""
         tokens = jnp.minimum(tokens, self.draft_vocab - 1)
         logits, context = context.forward(self.model, params, tokens, counts)
         logits = logits.astype(jnp.float32)[:, : self.vocab]
-        lowest = jnp.finfo(jnp.float32).min / 2  # finite, but such a token is never drawn
+        lowest = jnp.finfo(jnp.float32).min / 2  # finite, but never drawn
         padding = (0, 0), (0, self.vocab - logits.shape[1])
         return gather_vocab(jnp.pad(logits, padding, constant_values=lowest), context), context
 

@@ -1,12 +1,12 @@
 """Speculative decoding: the target model verifies several draft tokens in one pass.
 
-A token depends only on the logits before it, its row's seed and its index. So at each position of a
-draft the target model's own token is chosen, and the draft is accepted as long as it agrees. The
-sequence is therefore the same as without drafts, greedy or sampled. Rejected tokens are rewound
-from the caches.
+A token depends only on the logits before it, its row's seed and its index. So the target model's
+own token is chosen at each position of a draft, and draft tokens are accepted as long as they are
+equal to it. The sequence is therefore the same as without drafts, greedy or sampled. Rejected
+tokens are rewound from the caches.
 
-Source: Leviathan et al., arXiv:2211.17192, whose acceptance rule samples the same distribution;
-here the samples themselves are the same.
+Source: Leviathan et al., arXiv:2211.17192. Their acceptance rule keeps the distribution of samples.
+Here the samples themselves are the same as without drafts.
 """
 
 import functools
@@ -53,9 +53,10 @@ DraftLogits = Float[Array, "batch places vocab"]
 """The target model's logits after each row's newest token, and after each of its draft tokens."""
 Choice = tuple[Progress, TokenHistory, Scores | None]
 Choose = Callable[..., Choice]
-"""``(progress, past, logits, allowed=)``, as ``programs.choose_and_score``."""
+"""A function ``(progress, past, logits, allowed=)`` that works like
+``programs.choose_and_score``."""
 Output = tuple[Array, Scores | None]
-"""New tokens and their scores, [batch, steps] each."""
+"""New tokens and their scores, both [batch, steps]."""
 _VerifyCarry = tuple[Array, Progress, TokenHistory, RowMask, Output]
 
 
@@ -71,11 +72,12 @@ def verify(
     choose: Choose,
     allowed: UInt[Array, "batch places words"] | None = None,
 ) -> tuple[Progress, TokenHistory, Output]:
-    """Choose the target model's tokens of the ``active`` rows: one after each accepted draft token,
+    """Choose the target model's tokens for the ``active`` rows: one for each accepted draft token,
     and one more.
 
     Args:
-      output: where to write them; a row's token number ``begin`` goes into column 0.
+      output: the arrays to which the tokens are written. A row's token with the index ``begin`` is
+        written to column 0.
       allowed: bit masks of the tokens that guides allow at each position, see ``sample``.
     """
     tokens, lengths = draft
@@ -108,7 +110,7 @@ def verify(
 
 
 def record(output: Output, new: Output, before: Progress, after: Progress, begin: PerRow) -> Output:
-    """Write new tokens and scores, [batch] each, into the output, for rows that took a token."""
+    """Write new tokens and scores (both [batch]) to the output, for rows that took a token."""
     steps = jax.tree.leaves(output)[0].shape[1]
     at = jnp.where(after.count > before.count, before.count - begin, steps)
     return jax.tree.map(lambda column, value: set_at(column, at, value), output, new)
@@ -116,7 +118,7 @@ def record(output: Output, new: Output, before: Progress, after: Progress, begin
 
 @pytree_dataclass
 class _Carry:
-    """The state of the decode loop. ``lengths``: tokens to draft next."""
+    """The state of the decode loop. ``lengths`` is the number of tokens to draft next."""
 
     context: Cached
     draft_context: PyTree
@@ -157,10 +159,12 @@ def speculate(
     Int[Array, "batch chunk"],
     Scores | None,
 ]:
-    """``programs.decode`` with drafts: decode until each row has ``steps`` more tokens or is done.
+    """Do the work of ``programs.decode`` with drafts: decode until each row has ``steps`` more
+    tokens or is done.
 
-    ``draft_params``, ``draft_context``: parameters and context of the draft model; None for prompt
-    lookup. Returns the draft context and the acceptance statistics, then the results of ``decode``.
+    ``draft_params`` and ``draft_context`` are the parameters and the context of the draft model;
+    None for prompt lookup. Returns the draft context and the acceptance statistics, followed by the
+    results of ``decode``.
     """
     progress = replace(progress, done=progress.done | halt)
     begin = progress.count
@@ -177,7 +181,7 @@ def speculate(
         return ~progress.done & (progress.count - begin < steps)
 
     def next_lengths(acceptance: Acceptance, progress: Progress, past: TokenHistory) -> PerRow:
-        # The last token requested is never drafted, nor fed to a model.
+        # The last requested token is never drafted, and no model reads it.
         left = jnp.minimum(steps - (progress.count - begin), limit - progress.count) - 1
         available = proposer.available(past, jnp.clip(left, 0, proposer.length))
         return acceptance.draft_lengths(available, proposer.cost, active_rows(progress))
@@ -218,7 +222,7 @@ def speculate(
         return _Carry(context, draft_context, acceptance, after, past, lengths, output)
 
     def body(carry: _Carry) -> _Carry:
-        # Two loops rather than lax.cond, which copies some of its operands on devices.
+        # Use two loops instead of lax.cond, which copies some of its operands on accelerators.
         carry = lax.while_loop(lambda c: unfinished(c) & ~jnp.any(c.lengths > 0), decode_one, carry)
         return lax.while_loop(lambda c: unfinished(c) & jnp.any(c.lengths > 0), decode_draft, carry)
 
@@ -239,7 +243,7 @@ def feed_draft(
     draft: DraftTokens,
     active: RowMask,
 ) -> tuple[DraftLogits, Cached]:
-    """Feed the newest token and the draft of each active row to the target model."""
+    """Run the target model on the newest token and the draft of each active row."""
     tokens = jnp.concatenate([before.token[:, None], draft[0]], axis=1)
     return context.forward_all(model, params, tokens, _fed(draft, active))
 
@@ -255,13 +259,14 @@ def rewind_rejected(
     length: PerRow,
     active: RowMask,
 ) -> tuple[Cached, PyTree, Acceptance]:
-    """After verification: rewind both caches to the accepted tokens, and update the statistics.
+    """After a verification, rewind both caches to the accepted tokens, and update the statistics.
 
-    ``length``: tokens of each row before the draft.
+    ``length`` is the number of tokens of each row before the draft.
     """
     drafted, new = draft[1], after.count - before.count
     accepted = jnp.clip(new - 1, 0, drafted)
-    # A cache ends before its row's newest token; a broken row keeps the token that broke it.
+    # A cache does not contain its row's newest token. A broken row keeps the token after which its
+    # logits were not finite.
     rejected = _fed(draft, active) - jnp.where(active, jnp.maximum(new, 1), 0)
     acceptance = acceptance.updated(drafted, accepted, proposer.length, proposer.cost, active)
     draft_context = proposer.rewind_rejected(draft_context, length + accepted)
@@ -269,13 +274,16 @@ def rewind_rejected(
 
 
 def _fed(draft: DraftTokens, active: RowMask) -> PerRow:
-    """How many tokens of each row ``feed_draft`` processes."""
+    """Return how many tokens of each row ``feed_draft`` processes."""
     return jnp.where(active, 1 + draft[1], 0)
 
 
 class SpeculativeDecoder:
-    """The draft side of a session. ``context``, ``params``: context and parameters of the draft
-    model, None for prompt lookup; ``acceptance``: its statistics."""
+    """The part of a session that drafts.
+
+    ``context`` and ``params`` are the context and the parameters of the draft model; None for
+    prompt lookup. ``acceptance`` has the acceptance statistics.
+    """
 
     def __init__(
         self, lm: LoadedModel, request: GenerationRequest, draft: Draft, platform: str
@@ -302,8 +310,8 @@ class SpeculativeDecoder:
         return Counter() if self.context is None else Counter(nbytes(self.context.cache))
 
     def new_context(self) -> Cached | None:
-        """An empty cache for the draft model, of the capacity that the request needs, or of the
-        draft model's positions if these are fewer."""
+        """Create an empty cache for the draft model; None for prompt lookup. Its capacity is what
+        the request needs, but at most the draft model's number of positions."""
         draft, request = self._draft, self._request
         if not isinstance(draft, DraftModel):
             return None
@@ -335,19 +343,20 @@ class SpeculativeDecoder:
         self.context = context
 
     def decode(self, proposer: Proposer, args: tuple[object, ...]) -> list[PyTree]:
-        """``programs.decode`` with drafts; ``args``: its arguments."""
+        """Do the work of ``programs.decode`` with drafts. ``args`` are the arguments of
+        ``programs.decode``."""
         self.context, self.acceptance, *results = speculate(
             proposer, self.params, self.context, self.acceptance, *args
         )
         return results
 
     def lowered(self, proposer: Proposer, args: tuple[object, ...]) -> Lowered:
-        """The program of ``decode``, to be compiled."""
+        """Lower the program of ``decode``."""
         context = self.new_context() if self.context is None else self.context
         return speculate.lower(proposer, self.params, context, self.acceptance, *args)
 
     def lowered_prefill(self, chunks: list[PromptChunk]) -> list[Lowered]:
-        """The programs of ``prefill`` for these chunks, to be compiled."""
+        """Lower the programs of ``prefill`` for these chunks."""
         context = self.new_context()
         if context is None:
             return []
@@ -368,12 +377,12 @@ class SpeculativeDecoder:
         return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
 
     def proposer(self, cache: KVCache, draft_context: PyTree) -> Proposer | None:
-        """The proposer for a target cache and a draft context. It drafts no more tokens than both
-        caches can rewind; None if that is 0."""
+        """Return the proposer for a target cache and a draft context. It drafts at most as many
+        tokens as both caches can rewind; None if this is 0."""
         draft, rows = self._draft, self._rows
         length = draft.num_draft_tokens or default_length(self._platform, rows)
         if cache.max_rewind is not None:
-            # Stop strings may have to rewind too: leave them half.
+            # A stop string may also need to rewind. Leave half of the tokens for it.
             length = min(length, cache.max_rewind // (2 if self._request.stop else 1))
         if draft_context is not None and draft_context.cache.max_rewind is not None:
             length = min(length, draft_context.cache.max_rewind)

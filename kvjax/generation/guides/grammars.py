@@ -17,11 +17,11 @@ from kvjax.generation.loaded_model import LanguageModel
 
 
 class Guides:
-    """Creates guides for a model. The tokenizer is prepared once for all of them.
+    """Creates guides for a model. All guides share the prepared tokenizer.
 
-    ``generate`` copies its guides. An engine advances a guide itself, so every request needs its
-    own: ``engine.submit(prompt, guide=guide.copy())``. At the end of its grammar, a guide allows
-    end-of-text tokens only.
+    ``generate`` copies the guides that it receives. An engine advances a guide itself, so every
+    request needs its own: ``engine.submit(prompt, guide=guide.copy())``. At the end of its grammar,
+    a guide allows only end-of-text tokens.
 
     Raises:
       ValueError: if llguidance is not installed, or the model has no ``tokenizer.json`` or no
@@ -56,14 +56,14 @@ class Guides:
         )
 
     def json(self) -> "GrammarGuide":
-        """Any JSON object."""
+        """Return a guide for any JSON object."""
         return self.json_schema({"type": "object"})
 
     def json_schema(self, schema: Json | str) -> "GrammarGuide":
-        """JSON that matches a schema, without whitespace between its parts.
+        """Return a guide for JSON that matches a schema, without whitespace between its parts.
 
         Args:
-          schema: a dict, or its text.
+          schema: the schema, as a dict or as JSON text.
 
         Raises:
           ValueError: if the schema is invalid or uses unsupported features.
@@ -79,7 +79,8 @@ class Guides:
         return self._guide("schema", text, compile)
 
     def regex(self, pattern: str) -> "GrammarGuide":
-        """Texts that a regular expression matches completely, in the syntax of Rust's ``regex``.
+        """Return a guide for texts that a regular expression matches completely. It has the syntax
+        of Rust's ``regex``.
 
         Raises:
           ValueError: if the pattern is invalid.
@@ -87,7 +88,8 @@ class Guides:
         return self._guide("regex", pattern, self._matcher.grammar_from_regex)
 
     def grammar(self, lark: str) -> "GrammarGuide":
-        """Texts of a context-free grammar in Lark's syntax, derived from ``start``.
+        """Return a guide for texts that a context-free grammar in Lark's syntax derives from
+        ``start``.
 
         Raises:
           ValueError: if the grammar is invalid.
@@ -95,7 +97,7 @@ class Guides:
         return self._guide("grammar", lark, self._matcher.grammar_from_lark)
 
     def choices(self, texts: Sequence[str]) -> "GrammarGuide":
-        """One of a list of texts.
+        """Return a guide for one of a list of texts.
 
         Raises:
           ValueError: if the list is empty, or ``texts`` is a single string.
@@ -131,7 +133,7 @@ class Guides:
 
 
 def _dumps(schema: object) -> str:
-    """A schema as JSON. It may contain numbers and arrays of NumPy and JAX."""
+    """Convert a schema to JSON. It may contain numbers and arrays of NumPy and JAX."""
 
     def convert(value: object) -> object:
         plain = value.tolist() if isinstance(value, np.ndarray | jax.Array) else as_python(value)
@@ -148,7 +150,7 @@ class GrammarGuide:
     Attributes:
       ends: tokens that may end the text.
       error: why the grammar could not continue; None if there was no error. After an error, only
-        ``ends`` are allowed.
+        the tokens ``ends`` are allowed.
     """
 
     def __init__(self, matcher: Any, ends: Sequence[int], vocabulary: int) -> None:
@@ -160,45 +162,45 @@ class GrammarGuide:
         self._only_ends, self._beyond = words, -vocabulary % 32
 
     def allowed(self) -> np.ndarray:
-        """uint32[words]: see ``kvjax.generation.guides.masks.Guide``."""
+        """Return the token mask, uint32[words]; see ``kvjax.generation.guides.masks.Guide``."""
         if self._ended or self.error:
             return self._only_ends
         mask = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
         words = mask[: self._only_ends.size].copy()
         # Clear the bits after the last token.
         words[-1] &= np.uint32(0xFFFFFFFF) >> np.uint32(self._beyond)
-        # If the text may end, allow every end token. If nothing is allowed, it must end.
+        # If the text may end, allow every end token. If no token is allowed, the text must end.
         if self._matcher.is_error() or not words.any():
             self.error = self._why() or "no token may come next"
             return self._only_ends
         return words | self._only_ends if (words & self._only_ends).any() else words
 
     def copy(self) -> "GrammarGuide":
-        """An independent copy in the same state."""
+        """Return an independent copy in the same state."""
         other = copy.copy(self)
         other._matcher = self._matcher.deep_copy()
         return other
 
     def accept(self, token: int) -> None:
-        """Advance past a token."""
+        """Advance the guide past a token."""
         if token in self.ends and (self.error or self._matcher.is_accepting()):
             self._ended = True
         elif not self._ended and not self.error and not self._matcher.consume_token(token):
             self.error = self._why()
 
     def _why(self) -> str:
-        """The error message of llguidance, without its state."""
+        """Return llguidance's error message, without the state that it prints."""
         return " ".join(self._matcher.get_error().partition("<state>")[0].split())
 
 
 class Vocabulary:
     """A model's vocabulary in the form that llguidance requires.
 
-    llguidance calls it to tokenize a text that the grammar forces. The names of special tokens are
-    then spelled with ordinary tokens, because a special token has no text and may end a generation.
+    llguidance calls it to tokenize a text that the grammar requires. Names of special tokens in the
+    text become ordinary tokens, because a special token has no text and may end a generation.
 
     Attributes:
-      tokens: the bytes of each token that the model has a logit for; b"" for tokens that the
+      tokens: the bytes of each token for which the model has a logit; b"" for tokens that the
         tokenizer does not know.
       special_token_ids: the special tokens.
     """
@@ -210,7 +212,7 @@ class Vocabulary:
 
         Args:
           tokenizer: an ``LLTokenizer`` of the whole tokenizer.
-          size: tokens that the model has logits for.
+          size: the number of tokens for which the model has logits.
           ends: end-of-text tokens.
         """
         self._tokenizer, self._size, self.eos_token_id = tokenizer, size, ends[0]
@@ -221,12 +223,13 @@ class Vocabulary:
         self._special = frozenset(self.special_token_ids)
 
     def __call__(self, text: str) -> list[int]:
-        """The ordinary tokens of a text."""
+        """Tokenize a text with ordinary tokens."""
         if not isinstance(text, str):
             raise TypeError("a vocabulary splits str, not bytes")
         split, encoded = self._tokenizer.tokenize_str(text), text.encode()
         if b"".join(self._tokenizer.decode_bytes([token]) for token in split) != encoded:
-            # The tokenizer normalizes the text: "▁" becomes a space, "ﬁ" becomes two letters.
+            # The tokenizer has normalized the text: "▁" becomes a space, and "ﬁ" becomes two
+            # letters.
             return self._spell(encoded)
         tokens: list[int] = []
         for token in split:

@@ -11,15 +11,15 @@ from kvjax.sampling.filters import ALL_ALLOWED
 
 
 class Guide(Protocol):
-    """A constraint on one text, such as a grammar: it says which tokens may come next."""
+    """A constraint on one text, such as a grammar. It says which tokens may come next."""
 
     def allowed(self) -> np.ndarray:
-        """uint32[words]: a bit per token, 32 in a word, the lowest bit first; 1 for tokens that may
-        follow the accepted ones."""
+        """Return the token mask, uint32[words]. It has a bit per token, 32 per word, lowest bit
+        first. The bit is 1 if the token may follow the accepted ones."""
         ...
 
     def accept(self, token: int, /) -> None:
-        """Advance past a token."""
+        """Advance the guide past a token."""
         ...
 
 
@@ -27,24 +27,24 @@ class CopyableGuide(Guide, Protocol):
     """A guide that can be copied, so that several rows can start with it."""
 
     def copy(self) -> "CopyableGuide":
-        """An independent copy in the same state."""
+        """Return an independent copy in the same state."""
         ...
 
 
 GuideChoice = CopyableGuide | Sequence[CopyableGuide | None]
-"""One guide for all prompts, or one per prompt; None for a prompt without a constraint."""
+"""One guide for all prompts, or a list with a guide or None for each prompt."""
 
 
 def mask_words(config: ModelConfig) -> int:
-    """Words of a token mask."""
+    """Return the number of words of a token mask."""
     return -(-config.vocab_size // 32)
 
 
 def guide_mask(guide: Guide, words: int) -> np.ndarray:
-    """uint32[words]: the tokens that a guide allows.
+    """Return the token mask of a guide, uint32[words], and check it.
 
     Raises:
-      ValueError: if the guide returns an array of another type, or allows no token.
+      ValueError: if the guide does not return such an array, or allows no token.
     """
     bits = np.asarray(guide.allowed())
     if bits.shape != (words,) or bits.dtype != np.uint32:
@@ -63,9 +63,9 @@ def draft_masks(guide: Any, draft: Sequence[int], masks: np.ndarray, eos: Collec
     """Fill in the masks after each token of a draft, until a token is not allowed or ends the text.
 
     Args:
-      guide: the guide before the draft; it is not changed.
+      guide: the guide before the draft. It is not changed.
       draft: n proposed tokens.
-      masks: uint32[1 + n, words]; the first row, the mask before the draft, is set already.
+      masks: uint32[1 + n, words]. The first row, which is the mask before the draft, must be set.
       eos: tokens that end a text.
     """
     ahead = None
@@ -86,17 +86,19 @@ def parse_guides(
     eos: Sequence[int],
     min_new_tokens: int,
 ) -> tuple[CopyableGuide | None, ...] | None:
-    """The guide of each row, a copy of the prompt's; None if no row has one.
+    """Return the guide of each row, which is a copy of its prompt's guide; None if no row has a
+    guide.
 
     Args:
-      config: the model's.
+      config: the model's config.
       given: the argument ``guide`` of ``generate``.
-      prompts, samples: the number of prompts, and of rows per prompt.
+      prompts: the number of prompts.
+      samples: the number of rows per prompt.
       rows: the number of rows, including empty ones at the end.
       eos, min_new_tokens: as for ``check_guide``.
 
     Raises:
-      ValueError: if a guide is invalid, or there is not one per prompt.
+      ValueError: if a guide is invalid, or a list does not have one entry per prompt.
     """
     guides = list(given) if isinstance(given, Sequence) else [given] * prompts
     if len(guides) != prompts:
@@ -116,8 +118,8 @@ def parse_guides(
 
 
 def check_guide(guide: Guide, eos: Collection[int], min_new_tokens: int, *methods: str) -> None:
-    """Raise ``ValueError`` if a guide lacks a method of ``Guide`` or one of ``methods``, ends with
-    a token outside ``eos``, or is used together with ``min_new_tokens``."""
+    """Raise ``ValueError`` if a guide lacks a method of ``Guide`` or one of ``methods``, has an end
+    token that is not in ``eos``, or is used together with ``min_new_tokens``."""
     missing = [name for name in ("allowed", "accept", *methods) if not hasattr(guide, name)]
     if missing:
         raise ArgumentError(
@@ -142,7 +144,7 @@ class GuideMasks:
 
     Args:
       guides: the guide of each row, or None.
-      words: words of a mask.
+      words: the number of words of a mask.
       eos: tokens that end a text.
     """
 
@@ -152,8 +154,8 @@ class GuideMasks:
         self._masks = np.full((len(guides), words), ALL_ALLOWED, np.uint32)
 
     def accept(self, tokens: np.ndarray, counts: np.ndarray) -> None:
-        """Advance the guides past the tokens of the last step, int32[rows, n]. ``counts``: new
-        tokens of each row after it."""
+        """Advance the guides past the tokens of the last step (int32[rows, n]). ``counts`` is the
+        number of new tokens of each row after the step."""
         for row, guide in enumerate(self._guides):
             for token in tokens[row, : counts[row] - self._counts[row]].tolist():
                 self._counts[row] += 1
@@ -161,8 +163,8 @@ class GuideMasks:
                     guide.accept(token)
 
     def next_masks(self, ended: np.ndarray) -> np.ndarray:
-        """uint32[rows, words]: the tokens that may come next; all for rows that have ``ended``,
-        bool[rows]."""
+        """Return the masks of the tokens that may come next, uint32[rows, words]. Rows that have
+        ``ended`` (bool[rows]) allow all tokens."""
         for row, guide in enumerate(self._guides):
             if guide is not None:
                 words = self._masks.shape[1]
@@ -170,8 +172,9 @@ class GuideMasks:
         return self._masks.copy()  # the transfer to the device may read it later
 
     def draft_masks(self, tokens: np.ndarray, counts: np.ndarray, ended: np.ndarray) -> np.ndarray:
-        """uint32[rows, 1 + n, words]: the tokens that may come next, and after each token of a
-        draft, int32[rows, n], with ``counts`` real tokens per row."""
+        """Return masks, uint32[rows, 1 + n, words], of the tokens that may come next and of those
+        that may come after each token of a draft. The draft ``tokens`` (int32[rows, n]) has
+        ``counts`` real tokens per row."""
         rows, places = tokens.shape
         masks = np.full((rows, places + 1, self._masks.shape[1]), ALL_ALLOWED, np.uint32)
         masks[:, 0] = self.next_masks(ended)

@@ -1,11 +1,11 @@
 """A generation with guides: the masks of each step depend on the tokens of the previous one.
 
-A step is two programs: one processes the newest tokens, one chooses the next ones. While the first
-runs, the host computes the masks for the second.
+A step is two programs: one processes the newest tokens, and one chooses the next tokens. While the
+first runs, the host computes the masks for the second.
 
-With drafts, a step is three programs: one proposes a draft, one feeds it to the target model, one
-verifies it under the guides' masks. While the target model runs, a copy of each guide accepts the
-row's draft token by token, which gives a mask for each position.
+With drafts, a step is three programs: one proposes a draft, one runs the target model on it, and
+one verifies it with the guides' masks. While the target model runs, a copy of each guide accepts
+the row's draft token by token, which gives a mask for each position.
 """
 
 import functools
@@ -46,7 +46,7 @@ class GuidedSession(Session):
 
     @property
     def max_steps(self) -> int:
-        """1, because the host computes masks between two steps."""
+        """Always 1, because the host computes masks between two steps."""
         return 1
 
     def begin(self) -> DecodeOutput:
@@ -59,7 +59,7 @@ class GuidedSession(Session):
         return self._choose(logits, np.zeros(self._rows, bool))
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
-        """Choose one more token per row. Rows in ``halt``, bool[batch], end now."""
+        """Choose one more token per row. Rows where ``halt`` (bool[batch]) is true end now."""
         self.context, logits = forward(
             self._lm.architecture, self._lm.params, self.context, self._progress, halt
         )
@@ -73,7 +73,8 @@ class GuidedSession(Session):
         return {"feed": lowered, "choose": choose.lower(*call)}
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """Like ``Session.close``; afterwards the guides have accepted all tokens."""
+        """Let the guides accept all remaining tokens, and close the session like
+        ``Session.close``."""
         try:
             if texts is not None and self._tokens is not None:
                 self._catch_up(np.zeros(self._rows, bool))
@@ -81,8 +82,9 @@ class GuidedSession(Session):
             super().close(texts)
 
     def _catch_up(self, halt: np.ndarray | Array) -> np.ndarray:
-        """Advance the guides past the chosen tokens. Returns bool[batch], rows that have ended."""
-        # The next program already runs, and these small arrays have been fetched before.
+        """Advance the guides past the chosen tokens. Returns bool[batch], the rows that have
+        ended."""
+        # The next program is already running, and these small arrays have been fetched before.
         tokens, count, done = fetch((self._tokens, self._progress.count, self._progress.done))
         self._masks.accept(tokens, count)
         return np.asarray(halt) | done
@@ -140,18 +142,19 @@ def choose(
 
 
 class DraftedGuidedSession(GuidedSession):
-    """A ``GuidedSession`` with drafts. ``decode`` takes the accepted draft tokens and one more.
-    Drafts themselves are proposed without guides."""
+    """A ``GuidedSession`` with drafts. ``decode`` adds the accepted draft tokens and one more
+    token. Drafts are proposed without guides."""
 
     @property
     def max_steps(self) -> int:
-        """The most tokens that ``decode`` takes of a row."""
+        """The maximum number of tokens that ``decode`` adds to a row."""
         draft = self._request.draft
         assert draft is not None
         return 1 + (draft.num_draft_tokens or DEFAULT_LENGTH)
 
     def decode(self, steps: np.int32 | Array, halt: np.ndarray | Array) -> DecodeOutput:
-        """Decode at most ``steps`` tokens of each row, except the rows to ``halt``, bool[batch]."""
+        """Decode at most ``steps`` tokens of each row. Rows where ``halt`` (bool[batch]) is true
+        end now."""
         proposer, drafts = self.proposer, self._drafts
         if proposer is None or drafts is None:
             return super().decode(steps, halt)
@@ -174,7 +177,7 @@ class DraftedGuidedSession(GuidedSession):
         return DecodeOutput(results[2], self._progress, scores, drafts.acceptance)
 
     def lower_steps(self) -> dict[str, Lowered]:
-        """The programs of a step without a draft and of one with it, to be compiled."""
+        """Lower the programs of a step, both without and with a draft."""
         lowered, proposer, drafts = super().lower_steps(), self.proposer, self._drafts
         if proposer is None or drafts is None:
             return lowered
@@ -246,7 +249,7 @@ class DraftedGuidedSession(GuidedSession):
 
 
 def session_of(lm: LanguageModel, request: GenerationRequest) -> Session:
-    """The session of a request without beams."""
+    """Create the session of a request without beams."""
     if request.guides is None:
         return Session(lm, request)
     session_class = GuidedSession if request.draft is None else DraftedGuidedSession
@@ -269,8 +272,8 @@ def propose(
     limit: Array,
     steps: Array,
 ) -> tuple[DraftTokens, PyTree]:
-    """Draft tokens for the rows that continue, so that no row takes more than ``steps`` tokens;
-    also returns the draft context."""
+    """Draft tokens for the rows that continue. No row may get more than ``steps`` tokens in the
+    step. Returns the draft and the draft context."""
     progress = replace(progress, done=progress.done | halt)
 
     def choose(
@@ -293,8 +296,8 @@ def feed(
     draft: DraftTokens,
     halt: RowMask,
 ) -> tuple[Cached, DraftLogits]:
-    """Feed newest tokens and drafts of the rows that continue to the target model; its logits after
-    each of them."""
+    """Run the target model on the newest tokens and drafts of the rows that continue. Returns the
+    logits after each of them."""
     active: RowMask = ~(progress.done | halt)
     logits, context = speculative.feed_draft(model, params, context, progress, draft, active)
     return context, gather_vocab(logits, context)  # type: ignore[arg-type]
@@ -323,8 +326,8 @@ def verify(
 ) -> tuple[PyTree, tuple[Progress, TokenHistory, Int[Array, "batch places"], Scores | None]]:
     """Verify the drafts of the rows that continue, and rewind rejected tokens.
 
-    ``allowed``: uint32[batch, places, words], bit masks of allowed tokens. Returns the two contexts
-    and the acceptance statistics, then progress, history, tokens and scores.
+    ``allowed`` (uint32[batch, places, words]) has masks of the allowed tokens. Returns the two
+    contexts and the acceptance statistics, followed by progress, history, tokens and scores.
     """
 
     def choose(
@@ -349,5 +352,5 @@ def verify(
 
 @jax.jit
 def without_draft(acceptance: Acceptance) -> Acceptance:
-    """The statistics after a step without a draft."""
+    """Return the statistics after a step without a draft."""
     return acceptance.without_draft()
