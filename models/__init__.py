@@ -21,9 +21,8 @@ from .config import (
 )
 from .config_fields import supported
 from .config_gemma import Gemma3nConfig, Gemma4Config
-from .config_json import read_config
 from .config_moe import Llama4Config, MixtralConfig, MoeConfig
-from .loading import load
+from .loading import load, read_config
 from .rope import model_rotary
 from .text import Tokenizer
 

@@ -46,11 +46,11 @@ class ChatTemplates:
     """A checkpoint's chat templates by name. Most checkpoints have only ``default``."""
 
     def __init__(self, texts: Mapping[str, str], variables: Mapping[str, str], source: str):
-        self._texts, self._variables, self._source = dict(texts), dict(variables), source
+        self.texts, self._variables, self._source = dict(texts), dict(variables), source
         self._in_parts: dict[str, bool] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._texts)
+        return bool(self.texts)
 
     def render(
         self,
@@ -135,16 +135,16 @@ class ChatTemplates:
         return self._in_parts[text]
 
     def _choose(self, name: str | None, *, tools: bool) -> str:
-        if not self._texts:
+        if not self.texts:
             raise ValueError(f"{self._source}: this checkpoint has no chat template")
         if name is None:
-            name = "tool_use" if tools and "tool_use" in self._texts else "default"
-        if name not in self._texts:
+            name = "tool_use" if tools and "tool_use" in self.texts else "default"
+        if name not in self.texts:
             raise ValueError(
                 f"{self._source}: this checkpoint has no chat template {name!r}; expected one of "
-                f"{', '.join(sorted(self._texts))}"
+                f"{', '.join(sorted(self.texts))}"
             )
-        return self._texts[name]
+        return self.texts[name]
 
 
 def _parted(message: Message) -> Message:

@@ -1,4 +1,5 @@
-"""Read ``config.json``; ``config_gemma.py`` reads the files of the Gemma families.
+"""Convert the fields of a ``config.json`` to a configuration; ``config_gemma.py`` has the Gemma
+families.
 
 Defaults match Transformers' configuration classes (5.23). Fields that Transformers ignores for a
 model are ignored here too.
@@ -6,7 +7,6 @@ model are ignored here too.
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from .config import Cohere2Config, Config, GPT2Config, LlamaConfig, NeoXConfig, Phi3Config, T5Config
 from .config_fields import (
@@ -20,9 +20,8 @@ from .config_fields import (
 )
 from .config_gemma import GEMMAS, read_gemma, read_gemma3n, read_gemma4
 from .config_moe import Llama4Config, MixtralConfig, MoeConfig
-from .files import Fields, read_json
+from .files import Fields
 from .layers import ACTIVATIONS
-from .multimodal import text_fields
 from .rope import RopeForm, read_rope
 
 _LLAMAS = {
@@ -64,28 +63,16 @@ _PHI3 = Family(
 )  # fmt: skip
 
 
-def read_config(folder: Path) -> Config:
-    """Read a checkpoint's ``config.json``. For a multimodal checkpoint, read its text model.
-
-    Args:
-      folder: the checkpoint's folder, or the file itself.
+def config_from_fields(config: Fields) -> Config:
+    """The configuration that the fields of a ``config.json`` describe.
 
     Returns:
-      The configuration. Its ``dtype`` is "" if the file does not specify one.
+      The configuration. Its ``dtype`` is "" if the fields do not specify one.
 
     Raises:
-      CheckpointError: if the file can't be read, the model family is not supported, or a field has
-        an unsupported value that would change the model's output. The message names the file, the
-        field, its value, and what was expected.
-
-    Example:
-      ```python
-      config = models.read_config(Path(lm.source))
-      print(config.num_hidden_layers, config.head_dim)
-      ```
+      CheckpointError: if the model family is not supported, or a field has an unsupported value
+        that would change the model's output.
     """
-    file = folder if (folder := Path(folder)).is_file() else folder / "config.json"
-    config = text_fields(Fields(file, read_json(file)))
     model_type = check_model_type(config)
     for name in ("quantization_config", "per_layer_config"):
         if config.raw(name) and name not in FAMILIES[model_type].rejects:

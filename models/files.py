@@ -5,6 +5,7 @@ pages count as used memory until they are unmapped, and change when the file cha
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +119,7 @@ INDEX = "model.safetensors.index.json"
 
 STORED_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 """The supported weight dtypes, by their safetensors names."""
-_OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.gguf", "*.ckpt", "*.npz")
+_OTHER_FORMATS = ("*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.ckpt", "*.npz")
 
 
 @dataclass(frozen=True)
@@ -133,12 +134,38 @@ class StoredTensor:
     start: int
     count: int
 
+    def check(self) -> None:
+        """Check the dtype, and that the size fits the shape.
+
+        Raises:
+          CheckpointError: if the dtype is not supported, or the size is wrong.
+        """
+        if self.dtype not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{self.file}: the tensor {self.name} has dtype {self.dtype}; expected one of "
+                f"{', '.join(STORED_DTYPES)}: quantized weights are not read"
+            )
+        itemsize = jnp.dtype(STORED_DTYPES[self.dtype]).itemsize
+        if self.count != math.prod(self.shape) * itemsize:
+            raise CheckpointError(
+                f"{self.file}: the tensor {self.name} has {self.count:,} bytes, which does not "
+                f"fit its shape {list(self.shape)} of {self.dtype}"
+            )
+
     def read(self) -> np.ndarray:
         """Read the tensor's values into a new array. float64 is converted to float32.
 
         Raises:
           CheckpointError: if the file can't be read or ends inside the tensor, or if a float64
             value exceeds the range of float32.
+        """
+        return self.floats(self.read_bytes())
+
+    def read_bytes(self) -> np.ndarray:
+        """Read the tensor's bytes, uint8[count].
+
+        Raises:
+          CheckpointError: if the file can't be read or ends inside the tensor.
         """
         raw = np.empty(self.count, np.uint8)
         try:
@@ -149,6 +176,10 @@ class StoredTensor:
             raise CheckpointError(f"{self.file}: can't be read: {error}") from error
         if got != self.count:
             raise CheckpointError(f"{self.file}: truncated: the tensor {self.name} is incomplete")
+        return raw
+
+    def floats(self, raw: np.ndarray) -> np.ndarray:
+        """The values of a tensor that is stored as floats, from its bytes."""
         values = raw.view(jnp.dtype(STORED_DTYPES[self.dtype])).reshape(self.shape)
         return self._narrowed(values) if self.dtype == "F64" else values
 

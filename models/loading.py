@@ -1,9 +1,9 @@
 """Load a checkpoint: a folder, a model of the Hugging Face hub, or the embedded model."""
 
 import dataclasses
-import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from kvjax.core.array_folder import expand_user
 from kvjax.core.target import Target, default_device
 from kvjax.core.validation import ArgumentError, CheckpointError
 from kvjax.generation.loaded_model import LanguageModel
@@ -19,14 +18,15 @@ from kvjax.generation.model import GenerationDefaults
 from kvjax.memory.limits import auto_mesh
 from kvjax.placement.device import Device
 
-from . import weights
+from . import gguf, weights
 from .architecture import Architecture
 from .config import DTYPES, Config
 from .config_fields import FAMILIES, ModelType
-from .config_json import read_config
-from .files import Fields, Stored, find_tensors, read_json, weight_files
-from .multimodal import other_part, read_text_fields, skipped, take_text
-from .text import read_tokenizer
+from .config_json import config_from_fields
+from .files import Fields, Stored, StoredTensor, find_tensors, read_json, weight_files
+from .hub import commit_of, locate
+from .multimodal import other_part, read_text_fields, skipped, take_text, text_fields
+from .text import Tokenizer, read_tokenizer
 from .weights import Params
 
 MeshChoice = Mesh | Literal["auto"] | None
@@ -43,18 +43,21 @@ def load(
 ) -> LanguageModel:
     """Load a model, its tokenizer and its settings.
 
-    Weights are read from safetensors, one tensor at a time, so peak memory is only a little above
-    the size of the model. Nothing is unpickled, and no code of the checkpoint runs. Only the text
-    part of a multimodal model is loaded. A line on stderr names what was skipped, and files without
-    text weights are not downloaded. float64 weights are read as float32, with a line on stderr.
+    Weights are read from safetensors or GGUF, one tensor at a time, so peak memory is only a little
+    above the size of the model. Nothing is unpickled, and no code of the checkpoint runs. Only the
+    text part of a multimodal model is loaded. A line on stderr names what was skipped, and files
+    without text weights are not downloaded. float64 weights are read as float32, with a line on
+    stderr. The quantized weights of a GGUF file are decoded to floats.
 
     Args:
-      path_or_id: a folder in the Transformers format, a hub id (``owner/name``), or None for the
-        model that comes with the package.
+      path_or_id: a folder in the Transformers format, a GGUF file or a folder with one, a hub id
+        (``owner/name``, or ``owner/name/file.gguf``), or None for the model that comes with the
+        package. GGUF needs the extra ``gguf``.
       dtype: the dtype of computation: float32, bfloat16 or float16. By default float32 on a CPU,
-        and the checkpoint's dtype on an accelerator. On a GPU without bfloat16 (a T4), a bfloat16
-        checkpoint is computed in float16, or in float32 if its weights, or the activations of its
-        family, exceed the range of float16. A line on stderr says so.
+        and the checkpoint's dtype on an accelerator, which is bfloat16 if weights are quantized. On
+        a GPU without bfloat16 (a T4), a bfloat16 checkpoint is computed in float16, or in float32
+        if its weights, or the activations of its family, exceed the range of float16. A line on
+        stderr says so.
       revision: a branch, tag or commit, for a hub id.
       mesh: devices to shard the parameters over, see ``kvjax.make_mesh``. Each tensor is read once,
         and each device receives its shard. ``"auto"`` uses the default device, or as many local
@@ -80,21 +83,11 @@ def load(
     device = Device()
     if dtype is not None:
         _dtype_name(dtype)
-    folder = locate(path_or_id, revision)
-    # Reading these first rejects an unsupported model before gigabytes are downloaded.
-    config = read_config(folder)
-    tokenizer = read_tokenizer(folder)
-    generation = read_generation(folder, config.model_type)
-    files = weight_files(folder, other_part)
-    folder = locate(path_or_id, commit_of(folder) or revision, weights=files)
-    stored, others = take_text(find_tensors(folder, other_part))
-    if not stored:
-        which = "tensor of a text model" if others else "tensor"
-        raise CheckpointError(f"{folder}: the safetensors files contain no {which}")
-    config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
-    chosen = dtype is None and config.dtype == "bfloat16" and device.target().before_ampere
-    computed = compute_dtype(config, dtype, device.target())
-    config, matched = _matched(dataclasses.replace(config, dtype=computed), stored)
+    checkpoint = _open(path_or_id, revision)
+    config, target = checkpoint.config, device.target()
+    chosen = dtype is None and config.dtype == "bfloat16" and target.before_ampere
+    computed = compute_dtype(config, dtype, target)
+    config, matched = checkpoint.match(dataclasses.replace(config, dtype=computed))
     reason = f"{config.model_type} exceeds the range of float16" if computed == "float32" else ""
     try:
         params, over = _read_params(config, matched, device, mesh, chosen)
@@ -110,17 +103,103 @@ def load(
         _notice(f"{which}, computing in {config.dtype}{because}")
     if wide := weights.count_float64(matched):
         _notice(f"{wide} float64 tensor{'s' if wide > 1 else ''} read as float32")
-    if others:
-        _notice(f"only the text part is loaded, without {skipped(others)}")
+    if checkpoint.others:
+        _notice(f"only the text part is loaded, without {skipped(checkpoint.others)}")
     return LanguageModel(
         config=config,
         params=params,
-        tokenizer=tokenizer,
-        generation=generation,
+        tokenizer=checkpoint.tokenizer,
+        generation=checkpoint.generation,
         architecture=Architecture(config),
-        source=str(folder),
+        source=str(checkpoint.source),
         mesh=over,
     )
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What a checkpoint has, in either format, before its weights are read.
+
+    ``match`` returns the config with its final fields, and the tensor of each parameter.
+    ``others``: tensors of other parts than the text model.
+    """
+
+    source: Path
+    config: Config
+    tokenizer: Tokenizer | None
+    generation: GenerationDefaults
+    match: Callable[[Config], tuple[Config, Stored]]
+    others: dict[str, list[StoredTensor]]
+
+
+def _open(path_or_id: str | Path | None, revision: str | None) -> _Checkpoint:
+    path = locate(path_or_id, revision)
+    file = gguf.find_gguf(path)
+    return _open_folder(path_or_id, revision, path) if file is None else _open_gguf(file)
+
+
+def _open_gguf(path: Path) -> _Checkpoint:
+    file = gguf.read_gguf(path)
+    config, architecture = _gguf_config(file)
+
+    def match(config: Config) -> tuple[Config, Stored]:
+        return config, gguf.match_tensors(file, architecture, config, _shapes(config))
+
+    tokenizer = gguf.gguf_tokenizer(path, file.metadata)
+    return _Checkpoint(path, config, tokenizer, gguf.read_generation(file), match, {})
+
+
+def _open_folder(path_or_id: str | Path | None, revision: str | None, folder: Path) -> _Checkpoint:
+    # Reading these first rejects an unsupported model before gigabytes are downloaded.
+    config = read_config(folder)
+    tokenizer = read_tokenizer(folder)
+    generation = read_generation(folder, config.model_type)
+    files = weight_files(folder, other_part)
+    folder = locate(path_or_id, commit_of(folder) or revision, weights=files)
+    if folder.suffix == ".gguf":
+        return _open_gguf(folder)
+    stored, others = take_text(find_tensors(folder, other_part))
+    if not stored:
+        which = "tensor of a text model" if others else "tensor"
+        raise CheckpointError(f"{folder}: the safetensors files contain no {which}")
+    config = dataclasses.replace(config, dtype=config.dtype or weights.stored_dtype(stored))
+
+    def match(config: Config) -> tuple[Config, Stored]:
+        return _matched(config, stored)
+
+    return _Checkpoint(folder, config, tokenizer, generation, match, others)
+
+
+def read_config(path: str | Path) -> Config:
+    """Read a checkpoint's configuration. For a multimodal checkpoint, read its text model.
+
+    Args:
+      path: the checkpoint's folder, its ``config.json``, or a GGUF file.
+
+    Returns:
+      The configuration. Its ``dtype`` is "" if the file does not specify one.
+
+    Raises:
+      CheckpointError: if the file can't be read, the model family is not supported, or a field has
+        an unsupported value that would change the model's output. The message names the file, the
+        field, its value, and what was expected.
+
+    Example:
+      ```python
+      config = models.read_config(lm.source)
+      print(config.num_hidden_layers, config.head_dim)
+      ```
+    """
+    path = Path(path)
+    if (file := gguf.find_gguf(path)) is not None:
+        return _gguf_config(gguf.read_gguf(file))[0]
+    file = path if path.is_file() else path / "config.json"
+    return config_from_fields(text_fields(Fields(file, read_json(file))))
+
+
+def _gguf_config(file: gguf.GGUFFile) -> tuple[Config, gguf.GGUFArchitecture]:
+    values, architecture = gguf.config_values(file)
+    return config_from_fields(Fields(file.path, values)), architecture
 
 
 def _notice(line: str) -> None:
@@ -184,108 +263,6 @@ def _dtype_name(dtype: DTypeLike) -> str:
             f"dtype is {dtype!r}; expected one of {', '.join(DTYPES)}", param="dtype"
         )
     return name
-
-
-EMBEDDED = Path(__file__).parent / "tiny"
-"""The checkpoint that is part of the package."""
-
-_SMALL_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
-    "chat_template.json", "tokenizer.model", "merges.txt", "model.safetensors.index.json",
-    "pytorch_model.bin.index.json",
-)  # fmt: skip
-_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-
-def locate(
-    path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
-) -> Path:
-    """The folder of a checkpoint. If a hub checkpoint is not in the hub's cache, it is downloaded.
-
-    Args:
-      path_or_id: a folder, or a hub id (``owner/name``); None is the embedded model.
-      revision: a branch, tag or commit, for a hub id.
-      weights: weight files to download in addition to the small files.
-
-    Raises:
-      CheckpointError: if neither the folder nor the model exists, or the hub can't be reached or
-        refuses access. The message says what to do.
-      ValueError: if ``revision`` is given for a folder.
-    """
-    folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
-    try:
-        is_folder, exists = folder.is_dir(), folder.exists()
-    except OSError as error:
-        raise CheckpointError(f"{folder}: can't be read: {error}") from error
-    if path_or_id is None or is_folder:
-        if revision is not None:
-            raise ArgumentError(
-                f"revision={revision!r} is for hub ids; {folder} is a folder", param="revision"
-            )
-        return folder
-    if exists:
-        raise CheckpointError(f"{folder}: is a file; expected the folder of a checkpoint")
-    if not _HUB_ID.fullmatch(str(path_or_id)):
-        raise CheckpointError(f"{path_or_id}: not an existing folder, and not a valid hub id")
-    return _download(str(path_or_id), revision, (*_SMALL_FILES, *weights))
-
-
-def commit_of(folder: Path) -> str | None:
-    """The commit of a folder of the hub's cache, to download more files of the same commit."""
-    return folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else None
-
-
-def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
-    import huggingface_hub
-    from huggingface_hub import errors
-
-    at = f"{name} at revision {revision}" if revision else name
-    try:
-        folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(patterns)
-        )
-    except errors.GatedRepoError as error:
-        raise CheckpointError(
-            f"{name}: this model is gated. Accept its terms on its page of the hub, log in with "
-            "`hf auth login` or set HF_TOKEN, and try again"
-        ) from error
-    except errors.RevisionNotFoundError as error:
-        raise CheckpointError(
-            f"{name}: the hub has no revision {revision!r} of this model"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise CheckpointError(
-            f"{name}: no folder and no public model on the hub has this name. Check the spelling; "
-            "if the model is private, log in with `hf auth login` or set HF_TOKEN"
-        ) from error
-    except errors.HFValidationError as error:
-        raise CheckpointError(
-            f"{name}: not an existing folder, and not a valid hub id: {error}"
-        ) from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        raise CheckpointError(
-            f"{at}: not in the hub's cache, and the hub can't be reached. Connect and try again "
-            "(unset HF_HUB_OFFLINE if it is set), or give a folder"
-        ) from error
-    except errors.HfHubHTTPError as error:
-        raise CheckpointError(f"{at}: {_refusal(error)}") from error
-    except OSError as error:
-        raise CheckpointError(
-            f"{at}: can't be downloaded: {error}. Check the connection and the space on disk, or "
-            "give a folder"
-        ) from error
-    return Path(folder)
-
-
-def _refusal(error: Exception) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
-    if status in (401, 403):
-        return (
-            f"the hub refused access ({status}). Log in with `hf auth login` or set HF_TOKEN, and "
-            "accept the model's terms on its page if it has any"
-        )
-    return f"the hub answered {status if status is not None else error}. Try again later"
 
 
 def read_generation(folder: Path, model_type: str) -> GenerationDefaults:

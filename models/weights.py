@@ -22,6 +22,7 @@ from kvjax.core.transfer import fetch
 from kvjax.core.validation import CheckpointError
 from kvjax.placement.device import Device
 
+from . import gguf
 from .config import NARROWED, Config, TensorNames
 from .files import STORED_DTYPES, Stored, StoredTensor
 from .moe import stack_experts, unstack_experts
@@ -83,7 +84,7 @@ def _same(one: StoredTensor, other: StoredTensor) -> bool:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     for tensor in (one, other):
-        _check_dtype(tensor)
+        tensor.check()
     return np.array_equal(one.read().view(np.uint8), other.read().view(np.uint8))
 
 
@@ -127,20 +128,7 @@ def check_tensors(stored: Stored, shapes: dict[str, tuple[int, ...]], names: Ten
                 f"{tensor.file}: the tensor {name} has shape {list(tensor.shape)}; expected "
                 f"{list(expected_shape)} according to config.json"
             )
-        _check_dtype(tensor)
-
-
-def _check_dtype(tensor: StoredTensor) -> None:
-    if tensor.dtype not in STORED_DTYPES:
-        raise CheckpointError(
-            f"{tensor.file}: the tensor {tensor.name} has dtype {tensor.dtype}; expected one of "
-            f"{', '.join(STORED_DTYPES)}: quantized weights are not read"
-        )
-    if tensor.count != int(np.prod(tensor.shape)) * jnp.dtype(STORED_DTYPES[tensor.dtype]).itemsize:
-        raise CheckpointError(
-            f"{tensor.file}: the tensor {tensor.name} has {tensor.count:,} bytes, which does not "
-            f"fit its shape {list(tensor.shape)} of {tensor.dtype}"
-        )
+        tensor.check()
 
 
 def _list(what: str, names: list[str]) -> str:
@@ -319,14 +307,15 @@ def save(config: Config, params: Params, source: Path, folder: Path) -> None:
       config: the model's configuration.
       params: nested dicts of arrays, as ``load`` returns. They are copied to the host one file at
         a time.
-      source: the checkpoint that the model was loaded from. Its config, tokenizer and generation
-        settings are copied.
+      source: the checkpoint that the model was loaded from, a folder or a GGUF file. Its config,
+        tokenizer and generation settings are copied.
       folder: the destination, created if necessary.
 
     Raises:
       ValueError: if ``source`` is not a checkpoint, or ``folder`` is not empty.
     """
-    if not (source / "config.json").is_file():
+    from_gguf = source.suffix == ".gguf"
+    if not from_gguf and not (source / "config.json").is_file():
         raise ValueError(
             f"the model was loaded from {source}, which has no config.json to copy: save its "
             "parameters as arrays instead"
@@ -334,10 +323,13 @@ def save(config: Config, params: Params, source: Path, folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"{folder} exists and is not an empty folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in _COPIED:
-        for file in source.glob(pattern):
-            shutil.copyfile(file, folder / file.name)
-    written = text_config(source)
+    if from_gguf:
+        written = gguf.write_settings(source, folder)
+    else:
+        written = text_config(source)
+        for pattern in _COPIED:
+            for file in source.glob(pattern):
+                shutil.copyfile(file, folder / file.name)
     dtypes = {str(leaf.dtype) for leaf in jax.tree.leaves(params)}
     written.pop("torch_dtype", None)  # the older name of dtype
     written |= {"dtype": dtypes.pop() if len(dtypes) == 1 else config.dtype}

@@ -488,7 +488,8 @@ def test_a_hook_that_leaves_nothing_is_told(lm):
         return jnp.where((length == 9)[:, None], -jnp.inf, logits)
 
     given = {**GIVEN, "eos_token_ids": (), "n": 4}
-    with pytest.raises(kvjax.NonFiniteError, match=r"beams of prompt\(s\) 1 are .* after 2 new"):
+    message = r"beams of prompt\(s\) 1 have logits that are not finite, after 2 new"
+    with pytest.raises(kvjax.NonFiniteError, match=message):
         kvjax.generate(lm, PROMPTS, logits_hook=forbidding, **given)
     broken = lm.with_params(jax.tree.map(lambda x: x * jnp.nan, lm.params))
     with pytest.raises(kvjax.NonFiniteError, match=r"beams of prompt\(s\) 0, 1 are"):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 import kvjax
 from kvjax import models
-from kvjax.models import loading
+from kvjax.models import hub
 
 
 @pytest.fixture
@@ -175,7 +175,51 @@ def test_hub_offline(tmp_path: Path) -> None:
     assert "owner/name: not in the hub's cache" in done.stdout, done.stderr
 
 
+def hub_of(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, files: list[str]
+) -> list[tuple[str, str | None, list[str]]]:
+    """A hub whose only repository has these files; the list receives what is downloaded."""
+    calls: list[tuple[str, str | None, list[str]]] = []
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((name, revision, [p for p in allow_patterns if p.endswith(".gguf")]))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: files)
+    return calls
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_gguf_on_the_hub(config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository with one GGUF file is that model, whether or not it has a config.json too; with
+    several, an error lists them, and one of them can be named."""
+    gguf = pytest.importorskip("gguf", reason="needs the package gguf (the extra `gguf`)")
+    from tests.gguf_files import random_model, write_random
+
+    assert gguf.GGUFWriter
+    folder = tmp_path / ("0123456789" * 4)
+    random_model(folder, "llama")
+    if not config:
+        (folder / "config.json").unlink()
+    write_random(folder / "m.Q4_K_M.gguf", "llama")
+    calls = hub_of(folder, monkeypatch, ["README.md", "m.Q4_K_M.gguf", "mmproj-m.gguf"])
+    lm = models.load("owner/name", revision="v1")
+    assert lm.source == str(folder / "m.Q4_K_M.gguf")
+    assert calls[0] == ("owner/name", "v1", [])
+    assert {revision for _, revision, _ in calls[1:]} <= {folder.name, "v1"}
+    (folder / "m.Q4_K_M.gguf").rename(tmp_path / "m.Q4_K_M.gguf")
+    two = hub_of(folder, monkeypatch, ["m.Q4_K_M.gguf", "m.Q8_0.gguf"])
+    with pytest.raises(kvjax.CheckpointError, match=r"owner/name: 2 models: m\.Q4_K_M\.gguf, m"):
+        models.load("owner/name")
+    assert not any(patterns for _, _, patterns in two)
+    (tmp_path / "m.Q4_K_M.gguf").rename(folder / "m.Q4_K_M.gguf")
+    calls = hub_of(folder, monkeypatch, [])
+    assert models.load("owner/name/m.Q4_K_M.gguf").source == lm.source
+    assert calls == [("owner/name", None, ["m.Q4_K_M.gguf"] * 2)]
+
+
 def test_embedded_place() -> None:
-    assert loading.locate(None, None) == loading.EMBEDDED
+    assert hub.locate(None, None) == hub.EMBEDDED
     with pytest.raises(ValueError, match="is for hub ids"):
-        loading.locate(None, "main")
+        hub.locate(None, "main")

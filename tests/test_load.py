@@ -338,7 +338,7 @@ def test_a_shard_is_truncated(folder: Path) -> None:
         models.load(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json", "a.gguf"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
 def test_other_formats(folder: Path, name: str) -> None:
     """Nothing is unpickled: the message says how to convert."""
     (folder / "model.safetensors").rename(folder / name)

@@ -7,7 +7,7 @@ import pytest
 import kvjax
 from kvjax import models
 from kvjax.codecs import Centered, Int4, Unrotated
-from kvjax.models.loading import EMBEDDED
+from kvjax.models.hub import EMBEDDED
 from kvjax.quality.evaluation import evaluate
 from tests.checkpoints import write_biased_keys
 from tests.texts import tokens_of

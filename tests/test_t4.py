@@ -9,8 +9,7 @@ import kvjax
 from kvjax import models
 from kvjax.core.target import Target, tracing_for
 from kvjax.layouts import Ring
-from kvjax.models.config_json import read_config
-from kvjax.models.loading import compute_dtype
+from kvjax.models.loading import compute_dtype, read_config
 from tests.checkpoints import write_llama
 from tests.test_kernels import agree, filled
 

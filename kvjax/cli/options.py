@@ -28,7 +28,9 @@ from kvjax.sampling.params import PARAMS, SamplingKeywords, SamplingParams
 
 Model = Annotated[
     str | None,
-    typer.Option("--model", "-m", help="A folder or a hub id; by default the embedded model."),
+    typer.Option(
+        "--model", "-m", help="A folder, a GGUF file or a hub id; by default the embedded model."
+    ),
 ]
 Revision = Annotated[
     str | None, typer.Option(help="Branch, tag or commit of a hub id; by default its main branch.")
@@ -194,8 +196,8 @@ class Drafting:
         str | None,
         typer.Option(
             "--draft",
-            help="A smaller model that drafts tokens, a folder or a hub id. It does not change the "
-            "text.",
+            help="A smaller model that drafts tokens: a folder, a GGUF file or a hub id. It does "
+            "not change the text.",
         ),
     ] = None
     draft_layers: Annotated[

@@ -224,9 +224,9 @@ def _read_model(
     If kvjax can run the model, its config is read in the same way as by ``load``.
     """
     from kvjax.models.architecture import Architecture
-    from kvjax.models.config_json import read_config
     from kvjax.models.files import Fields, read_json
-    from kvjax.models.loading import compute_dtype, locate
+    from kvjax.models.hub import locate
+    from kvjax.models.loading import compute_dtype, read_config
     from kvjax.models.multimodal import is_read
 
     check_dtype(dtype)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from kvjax.models.config import DecoderConfig, GemmaConfig, LlamaConfig, RopeConfig
-from kvjax.models.config_json import read_config
 from kvjax.models.layers import ACTIVATIONS
-from kvjax.models.loading import read_generation
+from kvjax.models.loading import read_config, read_generation
 from kvjax.models.rope import inverse_frequencies
 
 SIZES = {"vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}

@@ -1,0 +1,74 @@
+"""Read the end tokens and sampling parameters of a GGUF file."""
+
+import math
+
+from kvjax.core.validation import CheckpointError
+from kvjax.generation.model import GenerationDefaults
+
+from .file import GGUFFile
+
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TOKENS = (
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
+    "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<end_of_utterance>", "<turn|>",
+)  # fmt: skip
+"""Control tokens that end a message. Files often name only one of them; llama.cpp, too, finds the
+others by their texts."""
+_CONTROL = 3
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+
+
+def read_generation(file: GGUFFile) -> GenerationDefaults:
+    """The end tokens and sampling parameters of a file.
+
+    Raises:
+      CheckpointError: if a value has the wrong type.
+    """
+    metadata = file.metadata
+    sampling = {
+        name: _number(file, f"general.sampling.{key}")
+        for key, name in _SAMPLING.items()
+        if f"general.sampling.{key}" in metadata
+    }
+    temperature = sampling.get("temperature")
+    return GenerationDefaults(
+        eos_token_ids=_end_tokens(file),
+        bos_token_id=_token(file, "bos_token_id"),
+        pad_token_id=_token(file, "padding_token_id"),
+        do_sample=None if temperature is None else temperature > 0,
+        temperature=temperature,
+        top_k=None if "top_k" not in sampling else int(sampling["top_k"]),
+        top_p=sampling.get("top_p"),
+        min_p=sampling.get("min_p"),
+    )
+
+
+def _end_tokens(file: GGUFFile) -> tuple[int, ...]:
+    """The token ids that end a text, those named by the file first."""
+    named = [_token(file, name) for name in _END_IDS]
+    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
+    types = file.metadata.get("tokenizer.ggml.token_type", ())
+    numbers = dict(zip(tokens, range(len(tokens)), strict=True)) if isinstance(tokens, list) else {}
+    found = [
+        numbers[text]
+        for text in _END_TOKENS
+        if text in numbers and numbers[text] < len(types) and types[numbers[text]] == _CONTROL
+    ]
+    return tuple(dict.fromkeys(n for n in (*named, *found) if n is not None))
+
+
+def _token(file: GGUFFile, name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}"
+    value = file.metadata.get(key)
+    if value is None or value in (-1, 2**32 - 1):  # some files use these for no token
+        return None
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{file.path}: {key} is {value!r}; expected a token id")
+    return value
+
+
+def _number(file: GGUFFile, key: str) -> float:
+    value = file.metadata[key]
+    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+        raise CheckpointError(f"{file.path}: {key} is {value!r}; expected a number of at least 0")
+    return value

@@ -1,0 +1,146 @@
+"""Find a checkpoint: a folder, a GGUF file, or a model of the Hugging Face hub."""
+
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvjax.core.array_folder import expand_user
+from kvjax.core.validation import ArgumentError, CheckpointError
+
+from . import gguf
+
+EMBEDDED = Path(__file__).parent / "tiny"
+"""The checkpoint that is part of the package."""
+
+_SMALL_FILES = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "special_tokens_map.json", "chat_template.jinja", "additional_chat_templates/*.jinja",
+    "chat_template.json", "tokenizer.model", "merges.txt", "model.safetensors.index.json",
+    "pytorch_model.bin.index.json",
+)  # fmt: skip
+_HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+_HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)/([\w./-]+\.gguf)")
+
+
+def locate(
+    path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
+) -> Path:
+    """The folder of a checkpoint, or its GGUF file. Downloads a hub checkpoint that is not in the
+    hub's cache.
+
+    Args:
+      path_or_id: a folder, a GGUF file, or a hub id (``owner/name``, or ``owner/name/file.gguf``);
+        None is the embedded model.
+      revision: a branch, tag or commit, for a hub id.
+      weights: weight files to download in addition to the small files.
+
+    Raises:
+      CheckpointError: if neither the folder nor the model exists, or the hub can't be reached or
+        refuses access. The message says what to do.
+      ValueError: if ``revision`` is given for a folder.
+    """
+    folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
+    try:
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except OSError as error:
+        raise CheckpointError(f"{folder}: can't be read: {error}") from error
+    if path_or_id is None or is_folder:
+        if revision is not None:
+            raise ArgumentError(
+                f"revision={revision!r} is for hub ids; {folder} is a folder", param="revision"
+            )
+        return folder
+    if exists and folder.suffix == ".gguf":
+        return folder
+    if exists:
+        raise CheckpointError(
+            f"{folder}: is a file; expected the folder of a checkpoint, or a GGUF file"
+        )
+    if match := _HUB_GGUF.fullmatch(str(path_or_id)):
+        name, file = match[1], match[2]
+        return _download(name, revision, (file, gguf.other_shards(file))) / file
+    if not _HUB_ID.fullmatch(str(path_or_id)):
+        raise CheckpointError(f"{path_or_id}: not an existing folder, and not a valid hub id")
+    folder = _download(str(path_or_id), revision, (*_SMALL_FILES, *weights))
+    needed = weights or ("config.json",)
+    if any((folder / name).exists() for name in needed):
+        return folder
+    # Without the weights that Transformers reads, a repository may have GGUF files.
+    revision = commit_of(folder) or revision
+    listed = [Path(name) for name in _list_files(str(path_or_id), revision)]
+    file = gguf.only_model(str(path_or_id), [each for each in listed if each.suffix == ".gguf"])
+    return folder if file is None else locate(f"{path_or_id}/{file}", revision)
+
+
+def commit_of(folder: Path) -> str | None:
+    """The commit of a folder of the hub's cache, to download more files of the same commit."""
+    return folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else None
+
+
+def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Path:
+    import huggingface_hub
+
+    with _hub_errors(name, revision):
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns)
+        )
+    return Path(folder)
+
+
+def _list_files(name: str, revision: str | None) -> list[str]:
+    """The names of all files of a hub repository."""
+    import huggingface_hub
+
+    with _hub_errors(name, revision):
+        return huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+
+
+@contextlib.contextmanager
+def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
+    """Raise the hub's errors as ``CheckpointError`` with what to do."""
+    from huggingface_hub import errors
+
+    at = f"{name} at revision {revision}" if revision else name
+    try:
+        yield
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{name}: this model is gated. Accept its terms on its page of the hub, log in with "
+            "`hf auth login` or set HF_TOKEN, and try again"
+        ) from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: the hub has no revision {revision!r} of this model"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{name}: no folder and no public model on the hub has this name. Check the spelling; "
+            "if the model is private, log in with `hf auth login` or set HF_TOKEN"
+        ) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(
+            f"{name}: not an existing folder, and not a valid hub id: {error}"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{at}: not in the hub's cache, and the hub can't be reached. Connect and try again "
+            "(unset HF_HUB_OFFLINE if it is set), or give a folder"
+        ) from error
+    except errors.HfHubHTTPError as error:
+        raise CheckpointError(f"{at}: {_refusal(error)}") from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{at}: can't be downloaded: {error}. Check the connection and the space on disk, or "
+            "give a folder"
+        ) from error
+
+
+def _refusal(error: Exception) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403):
+        return (
+            f"the hub refused access ({status}). Log in with `hf auth login` or set HF_TOKEN, and "
+            "accept the model's terms on its page if it has any"
+        )
+    return f"the hub answered {status if status is not None else error}. Try again later"
