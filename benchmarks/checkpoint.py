@@ -1,4 +1,5 @@
-"""A random Llama checkpoint in Transformers' format, the same on every machine."""
+"""Llama checkpoints in Transformers' format: of random weights, the same on every machine, or those
+of a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from safetensors.numpy import save_file
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a Llama model with tied embeddings."""
+    """The sizes of a Llama model with tied embeddings. ``from_file``: whether its weights are those
+    of a GGUF file."""
 
     hidden_size: int = 576
     intermediate_size: int = 1536
@@ -22,6 +24,7 @@ class Sizes:
     head_dim: int = 64
     vocab_size: int = 49_152
     max_position_embeddings: int = 131_072
+    from_file: bool = False
 
     def cache_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of keys and values that one row holds for one token, all layers together."""
@@ -38,6 +41,33 @@ TINY = Sizes(
     vocab_size=256,
     max_position_embeddings=1024,
 )
+
+
+FILE = "model.gguf"
+"""In a checkpoint's folder: a link to the GGUF file that it was converted from."""
+
+
+def stored_file(checkpoint: Path) -> Path | None:
+    """The GGUF file of a checkpoint that has one."""
+    file = checkpoint / FILE
+    return file if file.exists() else None
+
+
+def convert_file(folder: Path, file: Path) -> Sizes:
+    """Write the model of a GGUF file as a checkpoint of decoded weights, next to a link to it.
+
+    Raises:
+      ValueError: if it is no Llama model.
+    """
+    from kvjax import models
+
+    lm = models.load(file, dtype="float32")
+    if lm.config.model_type != "llama":
+        raise ValueError(f"{file} is a {lm.config.model_type}; the engines run Llama models")
+    lm.save(folder)
+    (folder / FILE).symlink_to(file.resolve())
+    numbers = {name: getattr(lm.config, name) for name in asdict(Sizes()) if name != "from_file"}
+    return Sizes(**numbers, from_file=True)
 
 
 def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -84,7 +114,7 @@ def write_checkpoint(folder: Path, sizes: Sizes, seed: int = 0) -> None:
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": "float32",
-        **asdict(sizes),
+        **{name: value for name, value in asdict(sizes).items() if name != "from_file"},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     rng = np.random.default_rng(seed)

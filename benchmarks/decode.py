@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks import peers, report
 from benchmarks.cells import ITEMSIZE, Settings, prompt_tokens, run_cell
-from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
+from benchmarks.checkpoint import TINY, Sizes, convert_file, write_checkpoint
 from benchmarks.claims import all_claims
 from benchmarks.process import Worker
 
@@ -41,6 +41,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="timed steps in a group")
     parser.add_argument("--pass-repeats", type=int, help="rounds of prefill and uncached steps")
     peers.add_arguments(parser, "transformers")
+    parser.add_argument("--gguf", type=Path, help="a Llama model to time instead of random weights")
     parser.add_argument("--generate", action="store_true", help="time kvjax.generate as well")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/DEVICE-jaxVERSION")
     parser.add_argument("--quick", action="store_true", help="a tiny model and cells: a trial run")
@@ -118,18 +119,22 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
     if unknown := set(dtypes) - set(ITEMSIZE):
         raise ValueError(f"unknown dtypes {sorted(unknown)}; there are {sorted(ITEMSIZE)}")
     settings, sizes = settings_of(options), TINY if options.quick else Sizes()
+    if options.gguf is not None:
+        sizes = convert_file(checkpoint, options.gguf)
     interpreters, left_out = peers.interpreters(options, sizes.head_dim)
     for sentence in left_out:
         console.print(sentence, style="yellow")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     if load is not None and load > BUSY and not options.quick:
         console.print(f"the machine is busy (load {load:.2f}): times will suffer", style="yellow")
-    write_checkpoint(checkpoint, sizes, settings.seed)
+    if options.gguf is None:
+        write_checkpoint(checkpoint, sizes, settings.seed)
     results: dict[str, Any] = {
         "format": 1,
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "load_before": load,
         "model": asdict(sizes),
+        "file": options.gguf and options.gguf.name,
         "settings": {**asdict(settings), "full_size": not options.quick},
         "versions": {"python": ".".join(map(str, sys.version_info[:3]))},
         "left_out": left_out,
@@ -174,9 +179,12 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
 
 
 def default_folder(results: dict[str, Any]) -> Path:
-    """`benchmarks/results/DEVICE-jaxVERSION`, the device as the platform names it."""
+    """`benchmarks/results/DEVICE-jaxVERSION`, the device as the platform names it, and after it the
+    name of a GGUF file."""
     device = re.sub(r"[^a-z0-9]+", "-", results["device"].lower()).strip("-")
     name = f"{device}-jax{results['versions']['jax']}"
+    if results["file"]:
+        name += f"-{Path(results['file']).stem.lower()}"
     return Path(__file__).resolve().parent / "results" / name
 
 

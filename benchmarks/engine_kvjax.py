@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import numpy as np
 import kvjax
 from benchmarks import memory
 from benchmarks.bandwidth import cores, cpu_bandwidth, cpu_name, jax_bandwidth
+from benchmarks.checkpoint import stored_file
 from kvjax import models
 
 
@@ -28,7 +30,7 @@ class KvjaxEngine:
     """A Llama model of kvjax on JAX's default device, its cache a plain `static` one."""
 
     def __init__(self, checkpoint: str, dtype: str):
-        self.lm = models.load(checkpoint, dtype=dtype)
+        self.lm = models.load(stored_file(Path(checkpoint)) or checkpoint, dtype=dtype)
         self.policy = kvjax.policy("static")
         self.cache: Any = None
         self.ahead = 0

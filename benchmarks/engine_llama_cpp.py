@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import memory
 from benchmarks.bandwidth import cores, cpu_name
+from benchmarks.checkpoint import stored_file
 from benchmarks.gguf_file import to_gguf
 
 CACHE_TYPES = {
@@ -74,8 +75,10 @@ class LlamaCppEngine:
         # Weights in this process's own memory, as the other engines have them.
         params.use_mmap = False
         with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "model.gguf"
-            to_gguf(Path(checkpoint), file, dtype)
+            file = stored_file(Path(checkpoint))
+            if file is None:
+                file = Path(folder) / "model.gguf"
+                to_gguf(Path(checkpoint), file, dtype)
             found: Any = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         if not found:
             raise RuntimeError("llama.cpp could not load the model")

@@ -12,6 +12,11 @@ import openvino.opset15 as ops  # pyright: ignore[reportMissingImports]
 from safetensors import safe_open
 
 
+def _rope_theta(config: dict[str, Any]) -> float:
+    """The base of rotary positions, by its older or its newer name."""
+    return (config.get("rope_parameters") or config)["rope_theta"]
+
+
 class Builder:
     """The graph of one model: operations are written as the plugin's fusions look for them."""
 
@@ -99,7 +104,7 @@ class Builder:
         shape = ops.shape_of(tokens)
         self.batch = ops.gather(shape, np.array([0], np.int64), np.int64(0))
         half = np.arange(0, config["head_dim"], 2, dtype=np.float32) / config["head_dim"]
-        frequencies = (config["rope_theta"] ** -half).astype(np.float32)
+        frequencies = (_rope_theta(config) ** -half).astype(np.float32)
         times = ops.convert(ops.unsqueeze(positions, np.int64(1)), "f32")
         angles = ops.multiply(times, frequencies[None])
         angles = ops.concat([angles, angles], -1)

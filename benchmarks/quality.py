@@ -1,10 +1,11 @@
 """Quality against bytes: kvjax's codecs and Transformers' quantized caches on the same text.
 
-``python -m benchmarks.quality`` measures the embedded model on its held-out text, and draws the
-plot of the README. ``--peers transformers`` feeds the same weights the same tokens, one by one, in
-Transformers with its quanto and HQQ caches (they need torch, optimum-quanto and hqq), and ``--peers
-llama_cpp`` in llama.cpp with its own (gguf and llama-cpp-python). ``--part validation`` is the text
-that codec settings are chosen on: there, more settings are compared.
+``python -m benchmarks.quality`` measures the embedded model on its held-out text, and with
+``--real`` SmolLM2-135M-Instruct on prose (the extra ``real``). ``--peers transformers`` feeds the
+same weights the same tokens, one by one, in Transformers with its quanto and HQQ caches (they need
+torch, optimum-quanto and hqq), and ``--peers llama_cpp`` in llama.cpp with its own (gguf and
+llama-cpp-python). ``--part validation`` is the text that codec settings are chosen on: there, more
+settings are compared.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import numpy as np
 from scipy.special import log_softmax
 
 import kvjax
+from benchmarks import real
 from kvjax import models
 from kvjax.codecs import HalfQuadratic, Int8, Integer, Rotated, Unrotated
 from kvjax.models.tiny.data import part_tokens
@@ -50,6 +52,7 @@ LLAMA_CPP = {
 }
 """Its types of keys and of values."""
 
+CONTEXT = 2048
 FIRST = 64
 """Tokens that Transformers is fed at once; all others come one by one."""
 
@@ -102,58 +105,85 @@ def settings() -> dict[str, Any]:
 
 
 def transformers_quality(
-    folder: Path, windows: np.ndarray, backend: str, bits: int, axis_key: int, axis_value: int
-) -> Quality:
-    """Figures of a quantized cache of Transformers, fed token by token."""
+    folder: Path, config: Any, windows: np.ndarray, backend: str, bits: int, axis_key: int,
+    axis_value: int,
+) -> Quality:  # fmt: skip
+    """Figures of a quantized cache of Transformers, fed token by token.
+
+    Windows are rows of one batch. Only HQQ's groups along tokens span rows, so there each window is
+    a batch of its own.
+    """
     import torch
     from transformers import AutoModelForCausalLM, QuantizedCache
 
     # quanto compiles a function of its own with the ninja of its environment.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    spans_rows = backend == "hqq" and 0 in (axis_key, axis_value)
     each = []
     with torch.no_grad():
-        for window in windows:
-            tokens = torch.tensor(window[None], dtype=torch.long)
-            wanted = model(tokens, use_cache=False).logits[0]
+        for batch in np.split(windows, len(windows)) if spans_rows else [windows]:
+            tokens = torch.tensor(batch, dtype=torch.long)
             cache = QuantizedCache(
                 backend, model.config, nbits=bits, axis_key=axis_key, axis_value=axis_value,
                 q_group_size=64, residual_length=128,
             )  # fmt: skip
+            wanted = [log_softmax_of(model(row[None], use_cache=False).logits[0]) for row in tokens]
             # A group along tokens needs so many of them at once; what is fed first is seen raw.
             parts = [tokens[:, :FIRST], *tokens[:, FIRST:].split(1, dim=1)]
-            found = torch.cat([model(x, past_key_values=cache).logits[0] for x in parts])
-            each.append(compared(wanted.numpy(), found.numpy(), window))
+            pieces: list[list[np.ndarray]] = [[] for _ in batch]
+            done = 0
+            for part in parts:
+                found = model(part, past_key_values=cache).logits
+                end = done + part.shape[1]
+                for row, logits in enumerate(found):
+                    targets = batch[row, done + 1 : end + 1]
+                    pieces[row].append(
+                        compared(wanted[row][done:end], log_softmax_of(logits), targets)
+                    )
+                done = end
+            each += [np.concatenate(of_row, axis=1) for of_row in pieces]
     share = (bits + 2 * 16 / 64) / 16  # scales and zero points counted with 16 bits each
-    return compute_quality(np.stack(each, axis=1), peer_bytes(share))
+    return compute_quality(np.stack(each, axis=1), peer_bytes(share, config))
 
 
-def llama_cpp_quality(folder: Path, windows: np.ndarray, keys: str, values: str) -> Quality:
+def log_softmax_of(logits: Any) -> np.ndarray:
+    """Log-probabilities in float32 from Transformers' logits."""
+    return logits.float().log_softmax(-1).numpy()
+
+
+def llama_cpp_quality(
+    folder: Path, config: Any, windows: np.ndarray, keys: str, values: str
+) -> Quality:
     """Figures of a quantized cache of llama.cpp, beside its own with 16-bit floats."""
     from benchmarks import engine_llama_cpp as llama_cpp
     from benchmarks.gguf_file import to_gguf
 
+    each = []
     with tempfile.TemporaryDirectory() as work:
+        # Of decoded weights: with a file's own, llama.cpp also rounds activations to 8 bits.
         file = Path(work) / "model.gguf"
         to_gguf(folder, file)
-        wanted = llama_cpp.logits(file, windows, "f16", "f16")
-        found = llama_cpp.logits(file, windows, keys, values)
-    each = [compared(*of_one) for of_one in zip(wanted, found, windows, strict=True)]
+        for window in windows:  # the logits of all of them would not fit in memory
+            (wanted,) = llama_cpp.logits(file, window[None], "f16", "f16")
+            (found,) = llama_cpp.logits(file, window[None], keys, values)
+            true, other = (log_softmax(x, axis=-1) for x in (wanted, found))
+            each.append(compared(true, other, window[1:]))
     share = (llama_cpp.BITS[keys] + llama_cpp.BITS[values]) / 2 / 16
-    return compute_quality(np.stack(each, axis=1), peer_bytes(share))
+    return compute_quality(np.stack(each, axis=1), peer_bytes(share, config))
 
 
-def compared(wanted: np.ndarray, found: np.ndarray, window: np.ndarray) -> np.ndarray:
-    """float64[4, tokens - 1] for ``compute_quality``, from two float[tokens, vocabulary]."""
-    true, other = (log_softmax(x[:-1].astype(np.float64), axis=-1) for x in (wanted, found))
-    nats = [-np.take_along_axis(x, window[1:, None], axis=-1)[:, 0] for x in (true, other)]
+def compared(true: np.ndarray, other: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """float64[4, targets] for ``compute_quality``, from two log-probabilities float[tokens,
+    vocabulary]. There is no target of the last token of a text, which is left out."""
+    true, other = (x[: len(targets)].astype(np.float64) for x in (true, other))
+    nats = [-np.take_along_axis(x, targets[:, None], axis=-1)[:, 0] for x in (true, other)]
     divergence = (np.exp(true) * (true - other)).sum(-1)
     return np.stack([*nats, divergence, true.argmax(-1) == other.argmax(-1)])
 
 
-def peer_bytes(share: float) -> CacheBytes:
-    """Those of a cache of the embedded model that takes so much of a bfloat16 one."""
-    config = models.load().config
+def peer_bytes(share: float, config: Any) -> CacheBytes:
+    """Those of a cache of a model that takes so much of a bfloat16 one."""
     raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     context = config.max_position_embeddings
     return CacheBytes(
@@ -164,38 +194,48 @@ def peer_bytes(share: float) -> CacheBytes:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.quality")
     parser.add_argument("--part", default="held_out", choices=("held_out", "validation"))
+    parser.add_argument(
+        "--real", action="store_true", help="SmolLM2 on prose, instead of the embedded model"
+    )
     parser.add_argument("--windows", type=int, help="windows of the text; default all")
     parser.add_argument("--peers", nargs="*", default=[], choices=("transformers", "llama_cpp"))
-    parser.add_argument("--peer-windows", type=int, default=2, help="windows they are fed")
+    parser.add_argument("--peer-windows", type=int, help="windows they are fed; default 2, real 8")
+    parser.add_argument("--only-peers", action="store_true", help="not kvjax's own caches")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
-    lm = models.load(dtype="float32")
-    tokens = part_tokens(given.part, lm)
-    chosen = settings() if given.part == "validation" else candidates()
-    found: dict[str, Quality] = evaluate(lm, tokens, chosen, windows=given.windows)
-    write(found, given.out, given.part, "policies")
-    context = lm.config.max_position_embeddings
-    few = tokens[: given.peer_windows * context]
-    ours = evaluate(lm, few, candidates()) if given.peers else {}
-    for peer in given.peers:
-        beside = {f"kvjax {name}": quality for name, quality in ours.items()}
-        windows = np.reshape(few, (given.peer_windows, context))
-        folder = Path(lm.source)
-        qualities = (
-            (
-                (name, transformers_quality(folder, windows, *it))
-                for name, it in TRANSFORMERS.items()
+    part, title = given.part, f"the embedded model, {given.part.replace('_', '-')} text"
+    with tempfile.TemporaryDirectory() as work:
+        if given.real:
+            part, title = "smollm2", "SmolLM2-135M-Instruct, prose"
+            lm = models.load(real.required_file(), dtype="float32")
+            lm.save(folder := Path(work) / "checkpoint")
+            tokens = real.prose(lm, real.TOKENS)
+        else:
+            lm = models.load(dtype="float32")
+            folder, tokens = Path(lm.source), part_tokens(given.part, lm)
+        chosen = settings() if given.part == "validation" else candidates()
+        if not given.only_peers:
+            found = evaluate(lm, tokens, chosen, context=CONTEXT, windows=given.windows)
+            write(found, given.out, part, "policies", title)
+        count = given.peer_windows or (8 if given.real else 2)
+        windows = np.reshape(tokens[: count * CONTEXT], (count, CONTEXT))
+        if not given.peers:
+            return
+        ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
+        for peer in given.peers:
+            beside = {f"kvjax {name}": quality for name, quality in ours.items()}
+            measure, caches = (
+                (transformers_quality, TRANSFORMERS)
+                if peer == "transformers"
+                else (llama_cpp_quality, LLAMA_CPP)
             )
-            if peer == "transformers"
-            else ((name, llama_cpp_quality(folder, windows, *it)) for name, it in LLAMA_CPP.items())
-        )
-        for name, quality in qualities:
-            beside[name] = quality
-            print(name, asdict(quality.overall), flush=True)
-        write(beside, given.out, given.part, peer)
+            for name, setting in caches.items():
+                beside[name] = measure(folder, lm.config, windows, *setting)
+                print(name, asdict(beside[name].overall), flush=True)
+                write(beside, given.out, part, peer, title)
 
 
-def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> None:
+def write(found: Mapping[str, Quality], folder: Path, part: str, name: str, title: str) -> None:
     """A table on the screen, and beside it JSON and a plot in a folder."""
     table = "\n\n".join(
         [
@@ -208,7 +248,6 @@ def write(found: Mapping[str, Quality], folder: Path, part: str, name: str) -> N
     text = json.dumps(reports.as_dicts(found), indent=1)
     (folder / f"{part}-{name}.json").write_text(text + "\n", encoding="utf-8")
     (folder / f"{part}-{name}.txt").write_text(table + "\n", encoding="utf-8")
-    title = f"the embedded model, {part.replace('_', '-')} text"
     reports.plot_quality(found, folder / f"{part}-{name}.png", title=title)
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import kvjax
+from benchmarks.real import QUESTIONS, REASON, real_model_file
 from kvjax import models
 from kvjax.memory import InferenceLimits
 from kvjax.policies.presets import parse_policy
-from tests.real import QUESTIONS, REASON, real_model_file
 
 FILE = real_model_file()
 pytestmark = pytest.mark.skipif(FILE is None, reason=REASON)

