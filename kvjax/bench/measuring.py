@@ -181,7 +181,8 @@ def measure(
       prefill: whether to time prefill.
       bandwidth: the device's bandwidth; by default it is measured after everything else.
       callback: a function that is called with a line of text before each batch size and prompt
-      length. {sampling parameters}
+      length.
+      {sampling parameters}
 
     Raises:
       ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for

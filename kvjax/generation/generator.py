@@ -145,7 +145,8 @@ def generate(
         changes every logit.
       rotary_len: the length for which these frequencies are computed, instead of ``max_len``.
       seed: an integer, with which row ``i`` draws with the seed ``seed + i``, or a list with one
-      seed per row. The draws of a row do not depend on other rows. {sampling parameters}
+      seed per row. The draws of a row do not depend on other rows.
+      {sampling parameters}
       logit_bias: a mapping from token ids to numbers that are added to the logits of these tokens.
       stop: strings that end a row. The row's text ends before the string.
       eos_token_ids: tokens that end a row; by default the checkpoint's. These and the

@@ -1,7 +1,7 @@
 """The base class of layouts, and `Dense`, whose slots are the positions themselves.
 
-A layout says which slot of a row holds which position. It is integer arithmetic on positions and
-knows nothing about keys, values or devices.
+A layout says which slot of a row has which position. It is integer arithmetic on positions and does
+not depend on keys, values or devices.
 """
 
 from abc import ABC, abstractmethod
@@ -29,18 +29,17 @@ from kvjax.core.typing import (
 from kvjax.core.validation import UNLIMITED, normalize_int_field
 
 Integers = TypeVar("Integers", int, np.ndarray, jax.Array)
-"""Python or array integers; a function returns the kind that it receives."""
+"""Python integers or integer arrays. A function returns the same kind that it receives."""
 
 
 class Run(NamedTuple):
-    """Consecutive slots that tokens of a call are written to: token ``i`` to slot ``start + i``.
+    """Consecutive slots to which tokens of a call are written: token ``i`` to slot ``start + i``.
 
     A token is written if its index is at least ``skip`` and its slot is in ``[low, high)``. If
     ``bounds`` is given, the slot must also be in ``[bounds[0], bounds[1])``, which may be traced.
 
-    ``columns``, int[batch, pages], is given for paged layouts and selects entries of the row's page
-    table. Slots are then numbered through the pages in these entries, and ``high`` is the page
-    size.
+    For paged layouts, ``columns`` (int[batch, pages]) selects entries of the row's page table.
+    Slots are then numbered through the pages in these entries, and ``high`` is the page size.
 
     Example:
       ```python
@@ -61,7 +60,7 @@ class Run(NamedTuple):
 class Region(NamedTuple):
     """Slots ``first`` to ``first + size - 1``, which attention reads together.
 
-    ``capped``: these are sinks; their distance to a query is capped below ``Layout.reach``.
+    ``capped`` marks sinks, whose distance to a query is capped below ``Layout.reach``.
 
     Example:
       ```python
@@ -76,9 +75,9 @@ class Region(NamedTuple):
 
 
 class LayoutSpec(ABC):
-    """What `CachePolicy` accepts as its layout: a `Layout`, or settings that resolve to one.
+    """The type of a `CachePolicy`'s layout: a `Layout`, or settings that resolve to one.
 
-    ``open_ended``: whether ``resolve`` works without a ``max_len``.
+    ``open_ended`` says whether ``resolve`` works without a ``max_len``.
     """
 
     if TYPE_CHECKING:  # read-only properties, so that fields of frozen dataclasses satisfy them
@@ -96,44 +95,50 @@ class LayoutSpec(ABC):
         initial_len: int | None = None,
         min_rewind: int = 16,
     ) -> "Layout":
-        """The layout of one layer, with all settings resolved.
+        """Return the layout of one layer, with all settings resolved.
 
         Args:
-          max_len: tokens that a row can hold; None for no limit.
-          window: the layer's own attention window, from the model's config; None for none.
-          initial_len: tokens that a row must hold at first, if ``max_len`` is None. A layout that
-            can grow starts with it.
-          min_rewind: the least number of tokens that a row can forget at any time, unless the
-            layout itself sets another number.
+          max_len: the maximum number of tokens per row; None for no limit.
+          window: the layer's attention window in the model's config; None for full attention.
+          initial_len: the number of tokens per row that must fit at first, if ``max_len`` is None.
+            A layout that can grow starts with it.
+          min_rewind: the minimum number of newest tokens that a row can remove at any time, unless
+            the layout itself sets a different number.
 
         Raises:
-          ValueError: if something that the layout needs is missing or contradicts it.
+          ValueError: if a value that the layout needs is missing, or contradicts the layout's
+            settings.
         """
 
     def starting_at(self, slots: int) -> Self:
-        """The same layout with ``slots`` slots from the start, if it starts small and grows."""
+        """Return the layout with ``slots`` slots from the start. A layout that does not grow is
+        returned unchanged."""
         return self
 
     def with_slack(self, slack: int) -> Self:
-        """The same layout with a slack of at least ``slack``, if it overwrites old tokens."""
+        """Return the layout with a slack of at least ``slack``. A layout that never overwrites
+        tokens is returned unchanged."""
         return self
 
 
 class Layout(LayoutSpec):
-    """Which slot of a row holds which position. A layout is frozen, hashable and static: the
-    lengths of rows are arguments of its methods.
+    """The rule that says which slot of a row has which position. A layout is frozen, hashable and
+    static. The lengths of rows are arguments of its methods.
 
     A subclass defines ``slots``, ``resolve``, ``runs``, ``positions`` and ``slot_of``. The other
-    members have defaults, which are right for any layout that keeps every token of a row. Override
+    members have defaults that are correct for any layout that keeps every token of a row. Override
     them to limit what queries see (``window``, ``sinks``), to overwrite old tokens (``limit``,
     ``slack``, ``rewindable``), to let the layout grow (``grows_to``, ``grown``), or to make
     attention faster (``occupied``, ``bounds``).
 
-    ``slots``: slots per row. ``limit``: tokens that a row can hold, None for no limit; by default
-    ``slots``. ``window``: how many positions back queries see, None for all. ``sinks``: the
-    first positions of a row, which all queries see. ``slack``: slots in excess of what
-    queries see, so that a call of ``slack + 1`` tokens overwrites nothing that its own queries
-    see. ``grows_to``: the limit that the layout may grow to, None if it can't grow.
+    Attributes:
+      slots: the number of slots per row.
+      limit: the maximum number of tokens per row; None for no limit. By default it is ``slots``.
+      window: the number of positions that a query sees, including its own; None for all.
+      sinks: the number of first positions of a row that all queries see.
+      slack: the number of slots in addition to what queries see. A call of up to ``slack + 1``
+        tokens overwrites nothing that its own queries see.
+      grows_to: the limit to which the layout may grow; None if it can't grow.
 
     Example:
       ```python
@@ -162,59 +167,64 @@ class Layout(LayoutSpec):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that a row can hold, None for no limit."""
+        """The maximum number of tokens per row; None for no limit."""
         return self.slots
 
     @property
     def chunk(self) -> int | None:
-        """The most tokens that one call can append, None for any number."""
+        """The maximum number of tokens that one call can append; None for no limit."""
         return None if self.limit is not None or self.slack is None else self.slack + 1
 
     @property
     def reach(self) -> int:
-        """All distances between queries and the keys that they see are smaller than this."""
+        """An upper bound: all distances between queries and the keys that they see are smaller."""
         last = UNLIMITED if self.limit is None else self.grows_to or self.limit
         return last if self.window is None else min(self.sinks + self.window, last)
 
     @abstractmethod
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """Where the ``new`` tokens of a call are written, in rows of ``length``. Each token is in
-        exactly one run."""
+        """Return where the ``new`` tokens of a call are written, in rows that have ``length``
+        tokens. Each token is in exactly one run."""
 
     @abstractmethod
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        """The position that each of ``slots`` holds, for each row; -1 if it is empty or stale.
+        """Return the position in each of ``slots``, for each row. It is -1 if the slot is empty or
+        its token no longer counts.
 
         The attention mask is computed from this alone.
 
         Args:
-          length: int32[batch], tokens that each row holds.
-          written: int32[batch], the most tokens that each row has ever held. It is larger than
-            ``length`` after a rewind: slots then hold tokens that no longer count.
-          slots: int32[n].
+          length: int32[batch], the number of tokens of each row.
+          written: int32[batch], the maximum number of tokens that each row has ever had. After a
+            rewind it is larger than ``length``, because slots then have tokens that no longer
+            count.
+          slots: int32[n], the slots.
         """
 
     @abstractmethod
     def slot_of(self, positions: Positions) -> Positions:
-        """The slot of each position, if the row still holds it."""
+        """Return the slot of each position, if it is still in the row."""
 
     def regions(self) -> tuple[Region, ...]:
-        """The slots in the order in which attention reads them; each slot once."""
+        """Return the regions in the order in which attention reads them. Each slot is in one
+        region."""
         rest = Region(self.sinks, self.slots - self.sinks)
         return (Region(0, self.sinks, capped=True), rest) if self.sinks else (rest,)
 
     def region_layouts(self) -> Sequence[tuple[Region, Any]]:
-        """Each region, and the layout or `LayoutSlice` whose methods describe its slots."""
+        """Return the regions, each with the layout or `LayoutSlice` whose methods describe its
+        slots."""
         return [(region, self) for region in self.regions()]
 
     def occupied(self, length: PerRow) -> Scalar:
-        """The number of leading slots that may hold a token, in any row."""
+        """Return how many slots, from the first on, may have a token in any row."""
         return jnp.int32(self.slots)
 
     def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
-        """Lowest and highest position in slots ``start`` to ``start + size - 1``, over all rows.
+        """Return the lowest and the highest position in slots ``start`` to ``start + size - 1``,
+        over all rows.
 
-        Attention skips blocks by these. The range may be too wide, but never too narrow; the
+        Attention uses them to skip blocks. The range may be too wide, but never too narrow. The
         highest is below the lowest if all slots are empty.
         """
         return jnp.int32(0), jnp.max(length) - 1
@@ -222,36 +232,37 @@ class Layout(LayoutSpec):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """How to mark slots as empty if a conversion could not supply their tokens.
+        """Mark slots as empty if a conversion could not supply their tokens.
 
         Args:
-          length: int32[batch].
-          positions: the position that each slot should hold.
+          length: int32[batch], the number of tokens of each row.
+          positions: the position that each slot should have.
           missing: the slots whose tokens are not available.
 
         Returns:
-          The ``written`` that makes ``positions`` report those slots as empty, and a mask of the
-          rows for which that is impossible, because their queries see a missing token.
+          A value of ``written`` with which ``positions`` reports those slots as empty, and a mask
+          of the rows for which this is impossible, because their queries see a missing token.
         """
         return length, jnp.any(missing, axis=1)
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """How many of its newest tokens each row can forget without any change to the others."""
+        """Return how many of its newest tokens each row can remove while all other tokens stay."""
         if self.limit is not None:
             return length
         return jnp.maximum(length - jnp.maximum(written - (self.slack or 0), 0), 0)
 
     def grown(self, to: int) -> "Layout":
-        """The layout for rows of ``to`` tokens.
+        """Return the layout for rows of ``to`` tokens.
 
         Raises:
-          ValueError: if it can't grow to that.
+          ValueError: if the layout can't grow to this length.
         """
         raise ValueError(f"{self} does not grow")
 
     def rounded(self, parts: int) -> "Layout":
-        """The layout with its slots rounded up to a multiple of ``parts``, for devices that share
-        them or for whole tiles. What a row can hold stays the same.
+        """Return the layout with its slots rounded up to a multiple of ``parts``, for devices that
+        divide them or for whole tiles. The result is the layout of the stored arrays; the limit of
+        a row is still that of the original layout.
 
         Raises:
           ValueError: if it can't have more slots.
@@ -264,25 +275,25 @@ class Layout(LayoutSpec):
         return self
 
     def joined(self, other: "Layout") -> "Layout":
-        """The layout that holds the rows of both.
+        """Return a layout in which the rows of both layouts fit.
 
         Raises:
-          ValueError: if they differ in more than their capacity.
+          ValueError: if the layouts differ in more than their capacity.
         """
         if self != other:
             raise ValueError(f"{self} and {other} are different layouts")
         return self
 
     def in_blocks(self, block: int, recent: int) -> "Layout":
-        """The layout of the body. Each of its slots holds a block of ``block`` tokens. A block
-        enters the body once the row has ``recent`` later blocks and has begun another one."""
+        """Return the layout of the body. Each of its slots has a block of ``block`` tokens. A block
+        enters the body when the row has ``recent`` later full blocks and has begun one more."""
         if self.limit is None:
             raise ValueError(f"{self} can't hold its tokens in blocks")
         return Dense(max((self.slots - 1) // block - recent, 1))
 
 
 def check_growth(to: int, current: int, grows_to: int | None) -> None:
-    """Raise ``ValueError`` if a row of ``current`` tokens can't grow to ``to``."""
+    """Raise ``ValueError`` if a capacity of ``current`` tokens can't grow to ``to``."""
     if grows_to is not None and to > grows_to:
         raise ValueError(f"the cache may grow to {grows_to} tokens a row, not to {to}")
     if to < current:
@@ -293,8 +304,9 @@ def check_growth(to: int, current: int, grows_to: int | None) -> None:
 class Dense(Layout):
     """Position ``p`` is in slot ``p``.
 
-    ``max_len``: tokens that a row can hold; ``init_cache`` sets it if it is None. ``grows_to``: how
-    far ``kvjax.grow`` and ``kvjax.generate`` may enlarge it, None for not at all; see `Growing`.
+    ``max_len`` is the maximum number of tokens per row; ``init_cache`` sets it if it is None.
+    ``grows_to`` is the capacity to which ``kvjax.grow`` and ``kvjax.generate`` may enlarge it, or
+    None if they may not; see `Growing`.
 
     Example:
       ```python
@@ -343,7 +355,7 @@ class Dense(Layout):
         return Dense(self.slots + more) if more else self
 
     def joined(self, other: Layout) -> "Dense":
-        """The larger capacity; it can grow if one of the two can."""
+        """Return a `Dense` with the larger capacity. It can grow if one of the two can."""
         if not isinstance(other, Dense):
             raise ValueError(f"{self} and {other} are different layouts")
         capacity = max(self.slots, other.slots)
@@ -370,11 +382,12 @@ class Dense(Layout):
 
 @dataclass(frozen=True)
 class Growing(LayoutSpec):
-    """A `Dense` that starts small and is doubled between dispatches, as its rows need it.
+    """A `Dense` that starts small and is doubled between dispatches when its rows need it.
 
-    ``start``: slots at first. ``kvjax.generate`` grows the cache by itself. In your own loop, call
-    ``kvjax.grow`` before a step that would exceed ``cache.max_len``: tokens that do not fit are
-    dropped, and ``kvjax.check`` raises. Arrays can't grow inside ``jit``.
+    ``start`` is the number of slots at first. ``kvjax.generate`` grows the cache automatically. In
+    your own loop, call ``kvjax.grow`` before a step that would exceed ``cache.max_len``. Otherwise
+    tokens that do not fit are dropped, and ``kvjax.check`` raises an error. Arrays can't grow
+    inside ``jit``.
 
     Example:
       ```python
@@ -398,7 +411,7 @@ class Growing(LayoutSpec):
         initial_len: int | None = None,
         min_rewind: int = 16,
     ) -> Dense:
-        """The first `Dense`, which may grow to ``max_len``."""
+        """Return the initial `Dense`, which may grow to ``max_len``."""
         limit = UNLIMITED if max_len is None else max_len
         return Dense(min(self.start, limit), grows_to=limit)
 

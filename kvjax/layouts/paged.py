@@ -28,25 +28,26 @@ from kvjax.layouts.layout import Dense, Integers, Layout, LayoutSpec, Region, Ru
 from kvjax.layouts.split import LayoutSlice
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE, PAGE_SIZE_MULTIPLE = 16, 1024, 8
-"""Tokens of a page."""
+"""The minimum and the maximum number of tokens of a page, and a number of which it is a
+multiple."""
 
 
 @dataclass(frozen=True)
 class Paged(Layout):
-    """Position ``p`` is in page ``p // page_size`` of its row, which the row's table maps to a page
-    of the pool. Rows take pages as they grow, and can share them.
+    """Position ``p`` is in page ``p // page_size`` of its row, and the row's table says which page
+    of the pool this is. Rows take pages as they grow, and can share pages.
 
-    ``page_size``: tokens per page, a multiple of 8 from 16 to 1,024, and of the block where codecs
-    encode blocks.
+    ``page_size`` is the number of tokens per page, a multiple of 8 from 16 to 1,024. If codecs
+    encode blocks, it must also be a multiple of the block.
 
-    ``inner``: which tokens a row holds: ``Dense()``, ``Growing()``, or a ``Ring``, whose pages are
-    freed when its window has passed them.
+    ``inner`` says which tokens a row keeps. It is ``Dense()``, ``Growing()``, or a ``Ring``, whose
+    pages are freed when they are out of its window.
 
-    ``pages``: pages of the pool, over all rows; by default as many as the rows can need. ``pool``:
-    the resulting number, which ``init_cache`` sets.
+    ``pages`` is the number of pages of the pool, for all rows together. The default is the number
+    that all rows can need. ``pool`` is the resulting number, which ``init_cache`` sets.
 
-    Slots count through the columns of a row's table: column ``c`` has slots ``c * page_size`` to
-    ``(c + 1) * page_size - 1``.
+    Slots are numbered through the columns of a row's table: column ``c`` has slots ``c *
+    page_size`` to ``(c + 1) * page_size - 1``.
 
     Example:
       ```python
@@ -113,17 +114,18 @@ class Paged(Layout):
 
     @property
     def straight(self) -> bool:
-        """Whether page ``p`` is in column ``p``. Otherwise columns are reused in a circle."""
+        """Whether page ``p`` of a row is in column ``p``. Otherwise columns are reused in a
+        circle."""
         return self.limit is not None
 
     @property
     def _kept(self) -> int:
-        """How many of its newest tokens a row keeps; ``UNLIMITED`` if it keeps all."""
+        """The number of newest tokens that a row keeps; ``UNLIMITED`` if it keeps all."""
         return UNLIMITED if self.window is None else self.window + (self.slack or 0)
 
     @property
     def columns(self) -> int:
-        """Pages that a row can have at once."""
+        """The maximum number of pages that a row can have at the same time."""
         if self.straight:
             return -(-self.inner.slots // self.page_size)
         # The kept tokens may begin anywhere in a page.
@@ -134,21 +136,22 @@ class Paged(Layout):
         return self.columns * self.page_size
 
     def grown(self, to: int) -> "Paged":
-        """``kvjax.grow`` enlarges the pool along with the tables, unless ``pages`` is given."""
+        """Return the layout for rows of ``to`` tokens. ``kvjax.grow`` also enlarges the pool,
+        unless ``pages`` is given."""
         return replace(self, inner=self.inner.grown(to))
 
     def rounded(self, parts: int) -> "Paged":
-        """Unchanged: pages are whole tiles already."""
+        """Return the layout unchanged, because pages already fill whole tiles."""
         return self
 
     def joined(self, other: Layout) -> "Paged":
-        """The larger capacity. ``kvjax.concatenate`` joins the pools."""
+        """Return a layout with the larger capacity. ``kvjax.concatenate`` joins the pools."""
         if not isinstance(other, Paged) or other.page_size != self.page_size:
             raise ValueError(f"{self} and {other} are different layouts")
         return replace(self, inner=self.inner.joined(other.inner))
 
     def in_blocks(self, block: int, recent: int) -> "Paged":
-        """Pages of whole blocks."""
+        """Return a layout whose pages have whole blocks."""
         if self.page_size % block:
             raise ArgumentError(
                 f"page_size={self.page_size} must be a multiple of {block}, the tokens per "
@@ -160,19 +163,20 @@ class Paged(Layout):
 
     @property
     def sink_pages(self) -> int:
-        """Pages of the sinks, which are never freed."""
+        """The number of pages with sinks, which are never freed."""
         return -(-self.sinks // self.page_size)
 
     def column_of(self, pages: Integers) -> Integers:
-        """The column of each page of a row while the row has it; ``pages`` of any shape."""
+        """Return the column in which each page of a row is while the row has it. ``pages`` may have
+        any shape."""
         if self.straight:
             return pages
         reused = self.sink_pages + (pages - self.sink_pages) % (self.columns - self.sink_pages)
         return xp(pages).where(pages < self.sink_pages, pages, reused)
 
     def pages_in(self, written: PerRow) -> jax.Array:
-        """int[batch, columns]: the page that each column holds, or held last. An unused column
-        has the first page that it will hold."""
+        """Return int[batch, columns]: the page of the row that is, or was last, in each column. For
+        an unused column, it is the first page that will be in it."""
         columns = arange_row(self.columns)
         if self.straight:
             return jnp.broadcast_to(columns, (*written.shape, self.columns))
@@ -184,28 +188,29 @@ class Paged(Layout):
         return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
 
     def first_visible_page(self, written: Integers) -> Integers:
-        """The first page after the sinks' that queries of a row may still see, even after a rewind
-        by ``rewindable`` tokens."""
+        """Return the first page, after those of the sinks, that queries of a row may still see,
+        even after a rewind by ``rewindable`` tokens."""
         return xp(written).maximum(written - self._kept, 0) // self.page_size
 
     def is_kept(self, pages: jax.Array, written: jax.Array) -> jax.Array:
-        """Whether queries may still see ``pages``."""
+        """Return whether queries may still see ``pages``."""
         return (pages >= self.first_visible_page(written)) | (pages < self.sink_pages)
 
     def filled(self, tokens: Integers) -> Integers:
-        """Pages that ``tokens`` need, including a last one that is not full."""
+        """Return the number of pages for ``tokens`` tokens, including a last page that is not
+        full."""
         return -(-tokens // self.page_size)
 
     def whole(self, slots: int) -> int:
-        """``slots`` rounded up to whole pages, unless they fit in one."""
+        """Round ``slots`` up to whole pages, unless they fit in one page."""
         return slots if slots <= self.page_size else self.filled(slots) * self.page_size
 
     def spanned(self, new: int) -> int:
-        """Pages that a call of ``new`` tokens writes to, at most."""
+        """Return the maximum number of pages to which a call of ``new`` tokens writes."""
         return 1 + -(-(new - 1) // self.page_size)
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """One run, in the slots of all pages that the call may write to."""
+        """Return one run, in the slots of all pages to which the call may write."""
         first, size = length // self.page_size, self.page_size
         pages = first[:, None] + arange_row(self.spanned(new))
         return [Run(length - first * size, 0, size, columns=self.column_of(pages))]
@@ -225,8 +230,11 @@ class Paged(Layout):
         return column * self.page_size + positions % self.page_size
 
     def region_layouts(self) -> Sequence[tuple[Region, Layout | LayoutSlice]]:
-        """A page may hold sinks and other tokens. Each region then reads whole pages from the first
-        on, and counts only its own slots."""
+        """Return the regions, each with its layout or slice of it.
+
+        A page may have both sinks and other tokens. So each region reads whole pages from the first
+        page on, and counts only its own slots.
+        """
         if not self.sinks:
             return super().region_layouts()
         parts = []
@@ -253,8 +261,9 @@ class Paged(Layout):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """The result is the same as if up to ``slack`` more tokens had been written and rewound, so
-        that the row no longer keeps the missing tokens."""
+        """Mark slots as empty, as in `Layout.hiding`. The result is the same as if up to ``slack``
+        more tokens had been written and rewound, so that the row no longer keeps the missing
+        tokens."""
         if self.window is None:
             return super().hiding(length, positions, missing)
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
@@ -270,10 +279,10 @@ class Paged(Layout):
 
 
 def unpaged_layout(layout: LayoutSpec) -> LayoutSpec:
-    """The inner layout of a paged layout; any other layout unchanged."""
+    """Return the inner layout of a paged layout. Any other layout is returned unchanged."""
     return layout.inner if isinstance(layout, Paged) else layout
 
 
 def as_paged(layout: LayoutSpec) -> Paged | None:
-    """The layout itself if it is paged, otherwise None."""
+    """Return the layout if it is paged, otherwise None."""
     return layout if isinstance(layout, Paged) else None

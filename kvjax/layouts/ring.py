@@ -25,24 +25,25 @@ from kvjax.layouts.layout import Layout, Run, check_growth
 class Ring(Layout):
     """The last ``window`` tokens, in slots that are reused in a circle.
 
-    A query sees its own position and the ``window - 1`` before it. With ``sinks`` it also sees the
-    first tokens of the row, which have slots of their own. Their distance is capped at ``sinks +
-    window - 1``, so that no distance exceeds what the model was trained on (Xiao et al.,
+    A query sees its own position and the ``window - 1`` positions before it. With ``sinks``, it
+    also sees the first tokens of the row, which have separate slots. Their distance is capped at
+    ``sinks + window - 1``, so that no distance exceeds those in the model's training (Xiao et al.,
     StreamingLLM, arXiv:2309.17453; without sinks, the sliding window of Jiang et al., Mistral,
     arXiv:2310.06825).
 
-    ``window``: None is the layer's own window, from the model's config.
-
-    ``sinks``: first tokens that are never overwritten. If ``window`` is given, and the layer's own
-    window is not wider, the layer has no sinks: nothing that it was trained to see is forgotten.
-    ``Ring(sinks=4)``, without a window, gives such a layer sinks.
-
-    ``slack``: slots in excess of the window. A call of up to ``slack + 1`` tokens overwrites
-    nothing that its own queries see, and ``slack`` tokens can be rewound. By default the largest of
-    16, a block where codecs encode blocks, and an eighth of the window.
-
-    ``max_len``: tokens that a row can hold, if that needs fewer slots than window and slack; None
-    if not. ``grows_to``: how far ``kvjax.generate`` may raise ``max_len``, None for not at all.
+    Attributes:
+      window: the window in tokens. None means the layer's window in the model's config.
+      sinks: the number of first tokens that are never overwritten. If ``window`` is given and is
+        not narrower than the layer's window in the config, the layer has no sinks, because
+        everything that it was trained to see is kept. ``Ring(sinks=4)``, without a window, gives
+        such a layer sinks.
+      slack: the number of slots in addition to the window. A call of up to ``slack + 1`` tokens
+        overwrites nothing that its own queries see, and ``slack`` tokens can be rewound. The
+        default is the largest of 16, a block (if codecs encode blocks), and an eighth of the
+        window.
+      max_len: the maximum number of tokens per row, if this needs fewer slots than sinks, window
+        and slack; otherwise None.
+      grows_to: the value to which ``kvjax.generate`` may raise ``max_len``; None if it may not.
 
     Example:
       ```python
@@ -74,7 +75,8 @@ class Ring(Layout):
         initial_len: int | None = None,
         min_rewind: int = 16,
     ) -> "Ring":
-        """``max_len`` is kept only if it makes the ring smaller."""
+        """Resolve the settings, as in `LayoutSpec.resolve`. ``max_len`` is kept only if it makes
+        the ring smaller."""
         own = window if self.window is None else self.window
         if own is None:
             raise ValueError(
@@ -96,17 +98,17 @@ class Ring(Layout):
 
     @property
     def _ring(self) -> int:
-        """Slots that are reused: all but the sinks'."""
+        """The number of slots that are reused, which are all except those of the sinks."""
         return self.slots - self.sinks
 
     @property
     def _whole(self) -> int:
-        """Slots of a ring that ``max_len`` does not make smaller."""
+        """The number of slots of the ring if ``max_len`` does not make it smaller."""
         return self.sinks + (self.window or 1) + (self.slack or 0)
 
     @property
     def slots(self) -> int:
-        """Slots per row: first the sinks', then the ring's."""
+        """The number of slots per row: first those of the sinks, then those of the ring."""
         if self.window is None or self.slack is None:
             raise ValueError("this Ring has no window or slack yet: init_cache sets them")
         return self._whole if self.max_len is None else max(self.max_len, self.sinks + 1)
@@ -116,7 +118,8 @@ class Ring(Layout):
         return self.max_len
 
     def grown(self, to: int) -> "Ring":
-        """A ring that ``max_len`` makes smaller grows up to its whole size."""
+        """Return the layout for rows of ``to`` tokens. A ring that ``max_len`` makes smaller grows
+        up to its whole size."""
         if self.max_len is None:
             raise ValueError("a ring does not grow: it holds its window for rows of any length")
         check_growth(to, self.max_len, self.grows_to)
@@ -125,7 +128,7 @@ class Ring(Layout):
         return replace(self, max_len=None, grows_to=None)
 
     def rounded(self, parts: int) -> "Ring":
-        """More slack, which changes nothing that queries see."""
+        """Return the ring with more slack, which changes nothing that queries see."""
         more = -self.slots % parts
         if not more:
             return self
@@ -134,7 +137,7 @@ class Ring(Layout):
         return replace(self, slack=(self.slack or 0) + more)
 
     def joined(self, other: Layout) -> "Ring":
-        """The larger capacity of two rings that differ in nothing else."""
+        """Return the ring with the larger capacity. The rings may differ in nothing else."""
         alike = replace(self, max_len=None, grows_to=None)
         if not isinstance(other, Ring) or alike != replace(other, max_len=None, grows_to=None):
             raise ValueError(f"{self} and {other} are different layouts")
@@ -145,15 +148,16 @@ class Ring(Layout):
         return replace(alike, max_len=larger, grows_to=max([larger, *grows]) if grows else None)
 
     def in_blocks(self, block: int, recent: int) -> Layout:
-        """A ring with a slot for each block that the queries of one call see, but at least one for
-        each block that can leave the tail in one call."""
+        """Return a ring with a slot for each block that the queries of one call see, but at least
+        one for each block that can leave the tail in one call."""
         if self.max_len is not None:
             return super().in_blocks(block, recent)
         seen = -(-(self.slots - 1) // block) - recent
         return Ring(max(seen, -(-(self.chunk or 1) // block), 1), slack=0)
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """A run for the sinks and two for the ring, before and after its end; one for one token."""
+        """Return one run for the sinks and two for the ring, before and after its end. A single
+        token has one run."""
         if new == 1:
             return [Run(self.slot_of(length[:, None])[:, 0], 0, self.slots)]
         start = self.sinks + (length - self.sinks) % self._ring
@@ -165,8 +169,9 @@ class Ring(Layout):
         return [Run(length, 0, self.sinks), *ring] if self.sinks else ring
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        """A slot holds the last position that was ever written to it. After a rewind this may be
-        one that is no longer part of the row."""
+        """Return the position in each slot, as in `Layout.positions`. A slot has the last position
+        that was ever written to it. After a rewind, this position may no longer be part of the
+        row."""
         slots = expand_over_rows(slots, written)
         newest = expand_over_slots(written) - 1 - self.sinks
         position = newest - (newest - (slots - self.sinks)) % self._ring
@@ -182,7 +187,8 @@ class Ring(Layout):
         return jnp.minimum(jnp.max(length), self.slots)
 
     def bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
-        """Once a row fills the ring, any slot may hold any of the newest positions."""
+        """Return the lowest and the highest position, as in `Layout.bounds`. When a row has filled
+        the ring, any slot may have any of the newest positions."""
         start = jnp.asarray(start, jnp.int32)
         longest = jnp.max(length)
         low = jnp.minimum(start, jnp.maximum(jnp.min(length) - self.slots, 0))
@@ -193,16 +199,16 @@ class Ring(Layout):
     def hiding(
         self, length: PerRow, positions: SlotPositions, missing: SlotMask
     ) -> tuple[PerRow, RowMask]:
-        """The result is the same as if up to ``slack`` of the oldest slots had been overwritten and
-        then rewound."""
+        """Mark slots as empty, as in `Layout.hiding`. The result is the same as if up to ``slack``
+        of the oldest slots had been overwritten and then rewound."""
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
         return written, in_sinks | (written > length + self._ring - (self.window or 1))
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """All tokens while no slot has been overwritten; then back to ``slack`` tokens before the
-        most that was ever written."""
+        """Return how many tokens can be rewound. While no slot has been overwritten, these are all.
+        After that, a row can be rewound to ``slack`` tokens before its maximum length."""
         slack = self._ring - (self.window or 1)
         kept = jnp.where(written > self.slots, written - slack, 0)
         return jnp.maximum(length - kept, 0)

@@ -1,4 +1,4 @@
-"""How a layer's slots are divided: into a raw tail and a body of blocks, and among devices."""
+"""Division of a layer's slots into a raw tail and a body of blocks, and among devices."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +14,8 @@ from kvjax.layouts.ring import Ring
 
 
 class Shard(NamedTuple):
-    """The ``index``-th of ``count`` equal shards of the slots. The index is traced."""
+    """The shard with the index ``index`` among ``count`` equal shards of the slots. The index is
+    traced."""
 
     index: Scalar
     count: int
@@ -24,9 +25,9 @@ class Shard(NamedTuple):
 class LayoutSlice:
     """A range of a layout's slots, with the methods of `Layout`.
 
-    It has ``slots`` slots, which count from 0 and begin at slot ``offset`` of the whole layout.
-    Only those in ``[low, high)`` of the whole layout belong to the slice; the others are empty and
-    are not written.
+    It has ``slots`` slots. Its slot 0 is the slot ``offset`` of the whole layout. Only slots in
+    ``[low, high)`` of the whole layout belong to the slice. The others are empty and are not
+    written.
     """
 
     layout: Layout
@@ -53,7 +54,7 @@ class LayoutSlice:
         return self.layout.slot_of(positions) - self.offset
 
     def region_layouts(self) -> list[tuple[Region, "LayoutSlice"]]:
-        """Each region of the layout, and the slice of its slots in this one."""
+        """Return the regions of the layout, each with the slice of its slots in this slice."""
         parts = []
         for region in self.layout.regions():
             low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
@@ -75,13 +76,13 @@ class LayoutSlice:
 
 
 def split_slots(layout: Layout, shard: Shard) -> LayoutSlice:
-    """The slots of one shard, if each device stores only its own."""
+    """Return the slots of one shard, if each device stores only its own slots."""
     slots = layout.slots // shard.count
     return LayoutSlice(layout, slots, shard.index * slots)
 
 
 def mask_slots(layout: Layout, shard: Shard) -> LayoutSlice:
-    """The slots of one shard, if every device stores all slots."""
+    """Return the slots of one shard, if every device stores all slots."""
     slots = -(-layout.slots // shard.count)
     return LayoutSlice(layout, layout.slots, 0, shard.index * slots, (shard.index + 1) * slots)
 
@@ -93,13 +94,14 @@ class Split:
     The query at position ``p`` sees its own block and the ``recent`` blocks before it raw, and
     everything older through the codec. Sinks stay raw as well.
 
-    A block is encoded when the first query arrives that must not see it raw; the tail still holds
-    all of it then. Which blocks are in the body follows from the row's length alone. After a rewind
-    the body may have a block too early; no query sees it there.
+    A block is encoded when the first query arrives that must not see it raw. At this point the
+    whole block is still in the tail. Which blocks are in the body depends only on the row's length.
+    After a rewind, the body may have a block that should not be in it yet, but no query sees it
+    there.
 
-    ``layout``: the layer's layout, resolved. ``block``: tokens per block. ``recent``: blocks.
-    ``parts``, ``grain``: the slots of the body and of the tail are multiples of these. ``shard``:
-    the shard of the body that a device stores, None for all of it.
+    ``layout`` is the layer's resolved layout. ``block`` is the number of tokens per block. The
+    slots of the body are a multiple of ``parts``, and those of the tail a multiple of ``grain``.
+    ``shard`` is the shard of the body that a device stores; None for the whole body.
     """
 
     layout: Layout
@@ -111,48 +113,51 @@ class Split:
 
     @property
     def tail(self) -> Ring:
-        """The layout of the newest tokens. It has one block more than queries see, so that a call
+        """The layout of the newest tokens. It has one more block than queries see, so that a call
         of one block overwrites nothing that its own queries see, and one block can be rewound."""
         newest = Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
         return newest.rounded(self.grain)
 
     @property
     def body(self) -> Any:
-        """The layout of the blocks, or a slice of it."""
+        """The layout of the blocks, or a slice of it if there is a shard."""
         whole: Layout = self.layout.in_blocks(self.block, self.recent).rounded(self.parts)
         return whole if self.shard is None else split_slots(whole, self.shard)
 
     def flushed(self, tokens: Integers) -> Integers:
-        """Blocks that have left the tail of a row of ``tokens``."""
+        """Return the number of blocks that have left the tail of a row that has ``tokens``
+        tokens."""
         return xp(tokens).maximum((tokens - 1) // self.block - self.recent, 0)
 
     def raw_from(self, positions: Int[Array, "..."]) -> Int[Array, "..."]:
-        """The first position that queries at ``positions`` see raw, sinks aside."""
+        """Return the first position, apart from sinks, that queries at ``positions`` see raw."""
         return jnp.maximum(positions // self.block - self.recent, 0) * self.block
 
     def is_raw(self, positions: Array, raw_from: Array) -> Array:
-        """Whether queries with this ``raw_from`` see ``positions`` raw."""
+        """Return whether queries see ``positions`` raw. ``raw_from`` is the result of the method
+        ``raw_from`` for the queries."""
         return (positions >= raw_from) | (positions < self.tail.sinks)
 
     def positions(self, length: Cursors, written: Cursors, slots: Slots) -> PositionPerSlot:
-        """`Layout.positions` of the body, whose slots count in tokens here."""
+        """Return `Layout.positions` of the body. A slot here is a token instead of a block."""
         slots = expand_over_rows(slots, length)
         blocks = slots // self.block
         ids = self.body.positions(self.flushed(length), self.flushed(written), blocks)
         return jnp.where(ids >= 0, ids * self.block + slots % self.block, -1)
 
     def body_bounds(self, length: PerRow, start: Scalar | int, size: int) -> tuple[Scalar, Scalar]:
-        """`Layout.bounds` of blocks of the body, in tokens."""
+        """Return `Layout.bounds` of blocks of the body, in tokens."""
         low, high = self.body.bounds(self.flushed(length), start, size)
         return low * self.block, (high + 1) * self.block - 1
 
     def slot_of(self, positions: Positions) -> Positions:
-        """`Layout.slot_of` of the body, whose slots count in tokens here."""
+        """Return `Layout.slot_of` of the body. A slot here is a token instead of a block."""
         return self.body.slot_of(positions // self.block) * self.block + positions % self.block
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """`Layout.rewindable`. At least a block: the tail still holds what the next query sees raw,
-        and the block that it will encode. Less only if the layout itself has less slack."""
+        """Return `Layout.rewindable`. It is at least a block, because the tail still has the tokens
+        that the next query sees raw and the block that will be encoded next. It is less only if the
+        layout itself has less slack."""
         kept = written - self.tail.slots + self.layout.sinks  # first position in the tail's ring
         blocks = -(-kept // self.block) + self.recent
         least = jnp.where(kept > 0, blocks * self.block + 1, 0)

@@ -1,4 +1,4 @@
-"""Memory use, before anything runs: bytes of caches, weights and programs, and what fits."""
+"""Planning of memory use: bytes of caches, weights and programs, and what fits on a device."""
 
 from kvjax.memory.device_plan import DevicePlan, plan_on
 from kvjax.memory.limits import InferenceLimits, what_fits

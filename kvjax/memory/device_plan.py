@@ -1,8 +1,8 @@
-"""Memory and traffic of a model with a cache on any device, from the device's own compiler.
+"""Memory and traffic of a model with a cache on any device, computed by the device's own compiler.
 
-The device need not be attached. A decode step and a prompt chunk are compiled for it from shapes
-alone. Of identical layers only one or two are compiled: the second one's cost counts for all
-others. On a mesh all numbers are per device.
+The device need not be attached. A decode step and a prompt chunk are compiled for it from shapes.
+Of identical layers, only one or two are compiled, and the cost of the second is used for all
+others. On a mesh, all numbers are per device.
 """
 
 import functools
@@ -50,16 +50,17 @@ from kvjax.policies.presets import PolicyChoice
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """Memory and traffic of a model with a cache on a device, from its compiler.
+    """Memory and traffic of a model with a cache on a device, computed by the device's compiler.
 
     On a mesh all numbers are per device.
 
     Attributes:
       device: name of the device.
-      memory, bandwidth: bytes, and bytes per second, from the data sheet; None for unknown devices.
+      memory: bytes of memory in the device's data sheet; None for unknown devices.
+      bandwidth: bytes per second in the data sheet; None for unknown devices.
       weights: bytes of the parameters.
       cache: bytes of the cache, by place.
-      temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
+      temporaries: bytes of temporaries of a decode step or of a prompt chunk, whichever needs more.
       code: approximate bytes of both programs, if the compiler reports them.
       bytes_moved: device memory traffic in bytes per step when every row is full, counted in the
         compiled program.
@@ -98,12 +99,12 @@ class DevicePlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits into the device's memory; None if the memory is unknown."""
+        """Whether ``total`` fits in the device's memory; None if the memory is unknown."""
         return None if self.memory is None else self.total <= self.memory
 
     @property
     def seconds(self) -> float | None:
-        """Lower bound of a step's time: its traffic at the memory's bandwidth."""
+        """A lower bound of the seconds of a step: its traffic divided by the memory's bandwidth."""
         return None if self.bandwidth is None else self.bytes_moved / self.bandwidth
 
 
@@ -116,24 +117,24 @@ def plan_on(
     max_len: int,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> DevicePlan:
-    """Plan a model with a cache for a device with the device's own compiler, without allocating.
-
-    The device need not be attached.
+    """Plan a model with a cache for a device, with the device's own compiler. Nothing is allocated,
+    and the device need not be attached.
 
     Args:
       model: an ``Architecture`` (``lm.architecture``), or a ``ModelShape``.
-      policy, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
+      policy, batch, max_len: the cache's policy, its number of rows and its tokens per row, as in
+        ``init_cache``.
       device: a ``jax.Device``, a topology of ``jax.experimental.topologies``, or the name of a
         device type: ``"v5e"``, ``"v6e"``, ``"v5p"``, ``"v7x"``, ``"t4"``, ``"a100"``,
         ``"a100-40gb"``, ``"a10"``, ``"rtx3090"``, ``"l4"``, ``"rtx4090"``, ``"h100"``, ``"h200"``,
-        ``"b200"``, ``"rtxpro6000"``. Or, for a model that kvjax can run, a mesh such as
+        ``"b200"``, ``"rtxpro6000"``. For a model that kvjax can run, it may also be a mesh, such as
         ``kvjax.make_mesh(tensor=4, devices="v5e")``.
-      prefill_chunk: prompt tokens per call.
+      prefill_chunk: the number of prompt tokens per call.
 
     Raises:
-      ValueError: as ``init_cache``; if the device is unknown, or its compiler does not support
-        caches on the host; if this process compiles kernels for other GPUs, and the model can't be
-        sent to another process.
+      ValueError: for the same reasons as ``init_cache``, if the device is unknown, if its compiler
+        does not support caches on the host, or if this process compiles kernels for different GPUs
+        and the model can't be sent to another process.
       MissingCompilerError: if the device's compiler is not installed.
 
     Example:
@@ -198,7 +199,8 @@ def plan_on(
 
 
 def _needs_subprocess(device: JaxDevice) -> bool:
-    """Whether a target device needs kernels of another capability than this process compiles."""
+    """Whether a target device needs kernels for a compute capability that this process can't
+    compile."""
     target = target_of(device)
     if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):
         return False
@@ -212,14 +214,15 @@ def _plan_on_target(
 
 
 def _step_traffic(program: jax.stages.Compiled, devices: int) -> tuple[int, int, int]:
-    """Bytes that a program moves, its number of collectives, and the bytes that a device sends."""
+    """Return the bytes that a program moves, its number of collectives, and the bytes that a device
+    sends."""
     text = jax_0_8_program_text(program)
     sends = [collective.sent for collective in collectives(text, devices)]
     return bytes_moved(text), len(sends), sum(sends)
 
 
 def _shard_shapes(params: PyTree, shardings: PyTree) -> PyTree:
-    """The shapes of the parameters' shards on a device of a mesh."""
+    """Return the shapes of the parameters' shards on one device of a mesh."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype),
         params,
@@ -228,10 +231,10 @@ def _shard_shapes(params: PyTree, shardings: PyTree) -> PyTree:
 
 
 def _group_layers(cache: KVCache, in_one_piece: bool) -> list[list[int]]:
-    """Indices of the model's layers, grouped by identical caches and thus identical programs.
+    """Group the indices of the model's layers by identical caches, which give identical programs.
 
-    Every layer is a group of its own if some read other layers' keys and values, or if the model
-    can't be split into layers.
+    Every layer is a separate group if some layers read other layers' keys and values, or if the
+    model can't be split into layers.
     """
     if cache.sources is not None or in_one_piece:
         return [[number] for number in range(len(cache.sources or cache.layers))]
@@ -281,7 +284,7 @@ def compiled_call(
 
 
 def _with_layers(model: Any, layers: list[int]) -> Any:
-    """A model with only some of its layers."""
+    """Return a model with only some of its layers."""
     config = model.config
     if len(layers) == config.num_hidden_layers:
         return model
@@ -297,13 +300,14 @@ _MAIN = "from kvjax.memory.device_plan import _main; _main()"
 
 
 def call_in_subprocess(function: Callable[..., T], *args: object, **kwargs: object) -> T:
-    """``function(*args, **kwargs)``, computed by a new process that uses no GPU or TPU.
+    """Call ``function(*args, **kwargs)`` in a new process that uses no GPU or TPU, and return the
+    result.
 
     Raises:
-      ValueError: if the function or an argument can't be pickled. Functions of a notebook or of
-        the main script can't be.
+      ValueError: if the function or an argument can't be pickled. Functions that are defined in a
+        notebook or in the main script can't be pickled.
       RuntimeError: if the process ends without a result.
-      Exception: any exception of the function.
+      Exception: any exception that the function raises.
     """
     try:
         sent = pickle.dumps((function, args, kwargs))
@@ -331,7 +335,7 @@ def _not_picklable(error: Exception) -> ValueError:
 
 
 def _main() -> None:
-    """Run by the subprocess: reads the call from stdin and writes ``(result, error)`` to stdout."""
+    """Run in the subprocess: read the call from stdin, and write ``(result, error)`` to stdout."""
     out = os.dup(1)
     os.dup2(2, 1)  # printed text must not mix with the result
     try:

@@ -13,8 +13,8 @@ class Result(NamedTuple):
     """An array that an instruction produces.
 
     Attributes:
-      text: shape and layout as written.
-      nbytes: bytes without padding of tiles.
+      text: the shape and the layout, as written in the HLO text.
+      nbytes: bytes, without the padding of tiles.
       memory: 0 for the device's main memory, 1 for a TPU's VMEM, 5 for host memory.
     """
 
@@ -29,10 +29,10 @@ class Instruction:
 
     Attributes:
       kind: the opcode, without ``-start``, and with the target of a custom call.
-      started: whether it starts an asynchronous operation.
-      results: its arrays; those in a tuple are listed separately.
-      called: the computations that it runs or chooses from.
-      number: the number of a parameter, else -1.
+      started: whether the instruction starts an asynchronous operation.
+      results: the arrays that it produces. Arrays in a tuple are listed separately.
+      called: the computations that it runs, or from which it chooses.
+      number: the number of a parameter; -1 for other instructions.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Instruction:
 
     @property
     def title(self) -> str:
-        """The opcode; for a fusion also the opcodes that produce its results."""
+        """The opcode. For a fusion, also the opcodes that produce its results."""
         inner = [x.kind for x in self.called[0].outputs] if self.kind == "fusion" else []
         return self.kind + "-start" * self.started + ":" * bool(inner) + ",".join(inner)
 
@@ -84,7 +84,7 @@ _PREFETCH = "cross_program_prefetch_index"
 _CALLERS = {"while", "conditional", "call", "async"}
 _VIEWS = {*_CALLERS, "parameter", "tuple", "get-tuple-element", "bitcast", "opt-barrier"}
 _FREE = {"constant", "iota", "after-all", "partition-id", "replica-id"}
-_FREE |= {"custom-call:AllocateBuffer"}  # its contents are undefined
+_FREE |= {"custom-call:AllocateBuffer"}  # the contents are undefined
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # the index of the operand that they write
 # A fusion computes only the part of these results that it uses.
@@ -92,20 +92,21 @@ _ELEMENTWISE = {"bitcast-convert", "convert", "copy", "reshape", "transpose", *_
 
 
 def bytes_moved(text: str, trips: int = 1) -> int:
-    """Bytes that one run of a program reads from and writes to the device's main memory.
+    """Return the bytes that one run of a program reads from and writes to the device's main memory.
 
-    ``trips``: iterations of loops whose trip count the text does not state.
+    ``trips`` is the assumed number of iterations of loops whose trip count the text does not give.
     """
     return sum(size for size, _ in bytes_by_instruction(text, trips))
 
 
 def bytes_by_instruction(text: str, trips: int = 1) -> list[tuple[int, str]]:
-    """The terms of ``bytes_moved``, largest first: bytes and description of each instruction."""
+    """Return the terms of ``bytes_moved``, largest first: the bytes and a description of each
+    instruction."""
     return sorted(_rows(parse_hlo(text).entry, 1, trips), reverse=True)
 
 
 def large_results(text: str, at_least: int) -> list[str]:
-    """Arrays of at least ``at_least`` bytes that a program creates in any memory.
+    """Return the arrays of at least ``at_least`` bytes that a program creates in any memory.
 
     In-place updates don't count. Each entry is the opcode, and the shape with its layout.
     """
@@ -143,13 +144,14 @@ def parse_hlo(text: str) -> Program:
 def _instruction(
     line: re.Match[str], known: dict[str, Instruction], computations: dict[str, Computation]
 ) -> Instruction:
-    """Parse an instruction; earlier instructions and called computations are known."""
+    """Parse an instruction. ``known`` has earlier instructions, and ``computations`` the called
+    computations."""
     _, name, shape, opcode, inside, attributes = line.groups()
     kind = opcode.removesuffix("-start")
     operands = tuple(known[operand] for operand in _NAME.findall(inside))
     results = tuple(_result(match) for match in _ARRAY.finditer(shape))
     if started := kind != opcode:
-        # The shape lists operands before results; for a copy it lists the result first.
+        # The shape lists operands before results, except that for a copy it lists the result first.
         skipped = sum(len(operand.results) for operand in operands) * (kind != "copy")
         created = [x for x in results[skipped:] if not x.text.startswith(("s32[]", "u32[]"))]
         results = tuple(created[:1] if kind == "copy" else created) or results
@@ -167,7 +169,7 @@ def _result(match: re.Match[str]) -> Result:
 
 
 def _rows(computation: Computation, times: int, trips: int) -> list[tuple[int, str]]:
-    """The rows of ``bytes_by_instruction`` for a computation that runs ``times`` times."""
+    """Return the rows of ``bytes_by_instruction`` for a computation that runs ``times`` times."""
     rows: list[tuple[int, str]] = []
     starts = [x for x in computation.instructions if x.started and _PREFETCH not in x.attributes]
     prefetched = {operand for start in starts for operand in start.operands}
@@ -177,7 +179,8 @@ def _rows(computation: Computation, times: int, trips: int) -> list[tuple[int, s
             steps = times * int(known[0]) if instruction.kind == "while" else times
             branches = [_rows(called, steps, trips) for called in instruction.called]
             rows += max(branches, key=lambda rows: sum(size for size, _ in rows))
-        # A prefetch for the next run counts once: as the start in this run, not as its result.
+        # A prefetch for the next run is counted at its start in this run, and not again as a
+        # result.
         elif _PREFETCH not in instruction.attributes or prefetched.isdisjoint(instruction.operands):
             words = instruction.title, instruction.name, *(x.text for x in instruction.results)
             rows.append((times * _moved(instruction), " ".join(words)[:160]))
@@ -185,7 +188,7 @@ def _rows(computation: Computation, times: int, trips: int) -> list[tuple[int, s
 
 
 def _is_view(instruction: Instruction) -> bool:
-    """Whether an instruction moves no bytes itself: it renames, awaits or calls.
+    """Whether an instruction moves no bytes itself, because it only renames, waits or calls.
 
     The compiler keeps reshapes that copy only for tiled arrays.
     """
@@ -195,7 +198,7 @@ def _is_view(instruction: Instruction) -> bool:
 
 
 def _moved(instruction: Instruction) -> int:
-    """Bytes that an instruction reads from and writes to main memory."""
+    """Return the bytes that an instruction reads from and writes to main memory."""
     if instruction.kind in _FREE or _is_view(instruction):
         return 0
     moved = 0
@@ -209,7 +212,7 @@ def _moved(instruction: Instruction) -> int:
 
 
 def _fraction_read(user: Instruction, number: int) -> float:
-    """The fraction of an operand that an instruction reads."""
+    """Return the fraction of an operand that an instruction reads."""
     if user.kind in _SLICES and number == 0:
         return user.nbytes / max(user.operands[0].nbytes, 1)
     if user.kind == "tuple" or (user.kind in _UPDATES and number == 0):
@@ -223,7 +226,8 @@ def _fraction_read(user: Instruction, number: int) -> float:
 
 
 def _fraction_used(fused: Computation, array: Instruction, in_place: set[Instruction]) -> float:
-    """The fraction of an array that a fused computation reads; above 1 if it reads parts twice."""
+    """Return the fraction of an array that a fused computation reads. It is above 1 if parts are
+    read twice."""
     total = float(array in fused.outputs and array not in in_place)
     for user in fused.instructions:
         for number in (n for n, operand in enumerate(user.operands) if operand is array):
@@ -236,7 +240,8 @@ def _fraction_used(fused: Computation, array: Instruction, in_place: set[Instruc
 
 
 def _written(instruction: Instruction) -> list[tuple[Result, int | None]]:
-    """The results; for those that reuse an operand's buffer also the number of bytes written."""
+    """Return the results. For a result that reuses an operand's buffer, also return how many bytes
+    are written; otherwise None."""
     written: list[int | None] = [None] * len(instruction.results)
     for number in _aliased(instruction):
         written[number] = instruction.results[number].nbytes * (instruction.kind == "fusion")
@@ -249,7 +254,8 @@ def _written(instruction: Instruction) -> list[tuple[Result, int | None]]:
 
 
 def _in_place_chain(output: Instruction) -> list[Instruction]:
-    """The in-place updates from a parameter of a fused computation to an output, if any."""
+    """Return the chain of in-place updates from a parameter of a fused computation to an output;
+    empty if there is none."""
     chain = [output]
     while chain[-1].kind in _UPDATES or _is_alias(chain[-1]):
         chain.append(chain[-1].operands[0])
@@ -265,7 +271,7 @@ def _is_alias(fused: Instruction) -> bool:
 
 
 def _aliased(instruction: Instruction) -> list[int]:
-    """Indices of the results that alias an operand of the same size."""
+    """Return the indices of the results that alias an operand of the same size."""
     operands, results = instruction.operands, instruction.results
     pairs = [(int(to or 0), int(by)) for to, by in _ALIAS.findall(instruction.attributes)]
     return [to for to, by in pairs if results[to:] and results[to].nbytes == operands[by].nbytes]
@@ -279,7 +285,7 @@ COLLECTIVES = (
     "collective-permute",
     "reduce-scatter",
 )
-# A text lists the devices of a group, or gives the size of groups, or names mesh axes.
+# The text lists the devices of a group, or has the size of groups, or names mesh axes.
 _GROUP_LIST = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _GROUP_SIZE = re.compile(r"replica_groups=\[\d+,(\d+)\]<=")
 _GROUP_AXES = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
@@ -290,8 +296,8 @@ class Collective:
     """A collective operation.
 
     Attributes:
-      kind: its opcode.
-      bytes: bytes of a device's result.
+      kind: the opcode.
+      bytes: the size of a device's result in bytes.
       devices: number of devices that communicate with each other.
     """
 
@@ -301,7 +307,7 @@ class Collective:
 
     @property
     def sent(self) -> int:
-        """The least number of bytes that a device sends if the devices communicate in a ring."""
+        """The minimum number of bytes that a device sends if the devices communicate in a ring."""
         others = self.devices - 1
         if self.kind in ("collective-permute", "collective-broadcast"):
             return self.bytes
@@ -312,9 +318,11 @@ class Collective:
 
 
 def collectives(text: str, devices: int = 1) -> list[Collective]:
-    """The collectives of a compiled program, each counted once, however often it runs.
+    """Return the collectives of a compiled program. Each is listed once, no matter how many times
+    it runs.
 
-    ``devices``: devices of the mesh; all of them form a group if the text does not list groups.
+    ``devices`` is the number of devices of the mesh. If the text does not list groups, all devices
+    form one group.
     """
     return [
         Collective(instruction.kind, instruction.nbytes, _group_size(instruction, devices))
@@ -325,7 +333,7 @@ def collectives(text: str, devices: int = 1) -> list[Collective]:
 
 
 def _group_size(instruction: Instruction, devices: int) -> int:
-    """The number of devices that communicate with each other."""
+    """Return the number of devices that communicate with each other."""
     attributes = instruction.attributes
     if match := _GROUP_LIST.search(attributes):
         return len(match[1].split(","))

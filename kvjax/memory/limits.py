@@ -1,4 +1,4 @@
-"""Which caches fit into a device's memory, and limits that ``generate`` enforces."""
+"""Which caches fit in a device's memory, and limits that ``generate`` enforces."""
 
 import bisect
 import functools
@@ -28,10 +28,10 @@ from kvjax.policies.presets import PolicyChoice, budget_of, policy
 
 
 def device_memory() -> int:
-    """Bytes of memory that programs may use on the default device.
+    """Return the bytes of memory that programs may use on the default device.
 
     Raises:
-      ValueError: if the device does not report it. CPUs don't.
+      ValueError: if the device does not report its memory. CPUs don't.
     """
     device = default_device()
     stats = device.memory_stats() or {}
@@ -47,13 +47,13 @@ AUTO_FRACTION = 0.8
 
 
 def auto_mesh(model: Plannable, *, memory: int | None = None) -> Mesh | None:
-    """The smallest mesh of local devices, along ``tensor``, whose devices can hold the weights.
+    """Return the smallest mesh of local devices, along ``tensor``, in whose memory the weights fit.
 
-    Returns None if one device can hold them, or does not report its memory.
+    Returns None if they fit on one device, or if the device does not report its memory.
 
     Args:
       model: the model.
-      memory: bytes of each device; by default the default device reports it.
+      memory: bytes of each device's memory; by default the default device reports it.
 
     Raises:
       ValueError: if all local devices together are too small.
@@ -87,13 +87,13 @@ class InferenceLimits:
     A cache passed to ``generate`` is not checked, since its memory is already allocated.
 
     Attributes:
-      max_batch_size: largest number of rows.
-      max_seq_len: most tokens per row, prompt and new tokens together.
+      max_batch_size: maximum number of rows.
+      max_seq_len: maximum number of tokens per row, prompt and new tokens together.
       cache_memory_ratio: the fraction of (device memory - weights - temporaries) that the cache may
         take.
-      device_memory: bytes; by default the device reports it.
-      prefetch_steps: how far ``generate_batches`` works ahead, in batches, and in layers of the
-        next batch's cache.
+      device_memory: bytes of device memory; by default the device reports it.
+      prefetch_steps: how many batches ``generate_batches`` prepares in advance, and how many layers
+        of the next batch's cache it moves in advance.
 
     Example:
       ```python
@@ -142,11 +142,12 @@ class InferenceLimits:
         Args:
           lm: the model.
           choice: the policy of the cache that will be created, or None.
-          batch: rows of the cache.
-          need: most positions that a row's prompt and new tokens take.
-          capacity: tokens per row of the cache.
-          prompts: rows with a prompt; other rows only pad the batch to the mesh. By default all.
-          other_bytes: bytes that another cache takes on the device.
+          batch: the number of rows of the cache.
+          need: the maximum number of positions that a row's prompt and new tokens need.
+          capacity: the cache's capacity in tokens per row.
+          prompts: the number of rows with a prompt, by default all. Other rows only pad the batch
+            to the mesh.
+          other_bytes: bytes of another cache on the device.
         """
         prompts = batch if prompts is None else prompts
         if self.max_batch_size is not None and prompts > self.max_batch_size:
@@ -167,7 +168,8 @@ class InferenceLimits:
             )
 
     def allowed(self, lm: LoadedModel, *, batch: int, capacity: int) -> int | None:
-        """Bytes of the device that a cache may take; None without ``cache_memory_ratio``."""
+        """Return the bytes of device memory that a cache may use; None without
+        ``cache_memory_ratio``."""
         if self.cache_memory_ratio is None:
             return None
         left = available_memory(lm, batch=batch, capacity=capacity, memory=self.device_memory)
@@ -177,7 +179,8 @@ class InferenceLimits:
 def available_memory(
     lm: LoadedModel, *, batch: int, capacity: int, memory: int | None = None
 ) -> int:
-    """Bytes of the device, or of each device of a mesh, minus weights and temporaries."""
+    """Return the bytes of memory of the device, or of each device of a mesh, minus weights and
+    temporaries."""
     memory = device_memory() if memory is None else memory
     mesh_sharding = None if lm.mesh is None else shard_over(lm.mesh, common_heads(lm.config))
     temporaries = estimated_temporaries(
@@ -192,14 +195,16 @@ def available_memory(
 
 @dataclass(frozen=True)
 class CacheFit:
-    """How a cache fits into a device's memory.
+    """How a cache fits in a device's memory.
 
     Attributes:
       name: name of the policy.
-      cache, host: bytes of the cache on a device, and on the host.
-      allowed: bytes that the cache may take on a device.
-      largest_batch: the largest batch at this length; 0 if not even 1 fits, None without a limit.
-      largest_len: the greatest length at this batch; 0 if not even 1 fits, None without a limit.
+      cache: bytes of the cache on a device.
+      host: bytes of the cache on the host.
+      allowed: bytes that the cache may use on a device.
+      largest_batch: the largest batch that fits at this length; 0 if none fits, None for no limit.
+      largest_len: the largest length that fits at this batch size; 0 if none fits, None for no
+        limit.
     """
 
     name: str
@@ -222,10 +227,11 @@ DEFAULT_CHOICES: dict[str, Json] = {
     "2 bits": {"bits": 2},
     "on the host": {"name": "offloaded_static"},
 }
-"""Arguments of ``policy`` that ``what_fits`` compares.
+"""Arguments of ``policy`` for the caches that ``what_fits`` compares.
 
-On the device, better quality comes first; the host comes last. Use the first one that fits; 2 bits
-reduce quality."""
+Caches on the device come first, better quality before worse. The cache on the host is last. Use the
+first one that fits. 2 bits reduce quality.
+"""
 
 
 def what_fits(
@@ -239,13 +245,12 @@ def what_fits(
     policies: Mapping[str, PolicyChoice] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> list[CacheFit]:
-    """Which caches fit into a device's memory, best first.
+    """Compute which caches fit in a device's memory. Returns them best first.
 
     Args:
       model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.
-      memory: bytes of a device; by default the default device reports it.
-      fraction: the cache may take this fraction of the memory that is free after weights and
-        temporaries.
+      memory: bytes of a device's memory; by default the default device reports it.
+      fraction: the fraction of the memory left by weights and temporaries that the cache may use.
       devices: number of devices that share weights and cache evenly, by heads.
       policies: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 
@@ -281,7 +286,8 @@ def what_fits(
 
     @functools.cache
     def size(name: str, rows: int, tokens: int) -> int:
-        # Rows have equal sizes, unless a memory budget decides which layers are on the device.
+        # All rows have the same size, unless a memory budget decides which layers are on the
+        # device.
         if rows > 1 and budget_of(policies[name]) is None:
             return rows * size(name, 1, tokens)
         return device_bytes(model.config, policies[name], rows, tokens)
@@ -307,7 +313,7 @@ def what_fits(
 
 
 def largest_that_fits(fits: Callable[[int], bool], limit: int | None = None) -> int | None:
-    """The largest number from 1 to ``limit`` that fits, by bisection; 0 if 1 does not fit.
+    """Find the largest number from 1 to ``limit`` that fits, by bisection; 0 if 1 does not fit.
 
     Returns None if ``limit`` is None and every length that a cache can have fits.
     """

@@ -16,12 +16,12 @@ from kvjax.core.validation import check_not_traced
 from kvjax.paging.allocator import PageAllocator, PageGroup
 
 FREE, HELD, SHARED = -1, -2, -3
-"""Owners other than a row: none, a caller of ``retain``, and several rows."""
+"""Owners other than a single row: no owner, a caller of ``retain``, and several rows."""
 _SYMBOLS = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _PADDING = -4
 _COLORS = {FREE: 0.92, HELD: 0.6, SHARED: 0.1, _PADDING: 1.0}
 WIDTH = 64
-"""Pages per line."""
+"""The number of pages per line."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PoolMap:
       page_size: tokens per page.
       page_bytes: bytes of a page in all of these layers.
       owners: int[pages], the row that owns each page, or ``FREE``, ``HELD`` or ``SHARED``.
-      wasted: the fraction of empty slots in pages that rows own.
+      wasted: the fraction of slots that are empty, among all slots of pages that rows own.
     """
 
     layers: tuple[int, ...]
@@ -88,7 +88,7 @@ class PageMap:
         return "\n\n".join([*map(str, self.pools), symbols])
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draw the pools below each other into a file, with a square per page.
+        """Draw the pools into a file, one below another, with a square per page.
 
         Raises:
           ValueError: if matplotlib (the extra ``plots``) is not installed.
@@ -125,13 +125,13 @@ class PageMap:
 
 
 def _grid(owners: np.ndarray) -> np.ndarray:
-    """Owners in lines; the last line is padded."""
+    """Arrange owners in lines. The last line is padded."""
     padding = -len(owners) % WIDTH
     return np.pad(owners, (0, padding), constant_values=_PADDING).reshape(-1, WIDTH)
 
 
 def page_map(cache: KVCache) -> PageMap:
-    """Which row owns which page of a cache, and the size of pages.
+    """Return which row owns which page of a cache, and the size of pages.
 
     Raises:
       ValueError: if ``cache`` is not a cache, has no paged layers, or is traced.
@@ -175,7 +175,7 @@ def _pool_map(
     counts = np.bincount(page, minlength=pool.pages)
     owners[page] = rows
     owners[counts > 1] = SHARED
-    # A page is filled up to the end of its longest row.
+    # The filled part of a page is that of the longest row that owns it.
     layout, units = page_group.layout, np.asarray(page_group.units(length))
     number = np.asarray(layout.pages_in(jnp.asarray(units)))[rows, columns]
     filled = np.zeros(pool.pages, np.int64)
@@ -199,7 +199,7 @@ def _symbol(owner: int) -> str:
 
 
 def _ranges(numbers: tuple[int, ...]) -> str:
-    """Numbers as text: ``0-3, 5``."""
+    """Format numbers as text, such as ``0-3, 5``."""
     ranges: list[list[int]] = []
     for n in numbers:
         if ranges and n == ranges[-1][1] + 1:

@@ -1,7 +1,7 @@
 """Bytes and operations of a model with a cache, from its shape alone.
 
-No weights are read and nothing is allocated: caches and parameters are traced as shapes. The
-temporaries of a step are reported by the compiler for the current device, or estimated;
+No weights are read and nothing is allocated, because caches and parameters are traced as shapes.
+The compiler for the current device reports the temporaries of a step, or they are estimated.
 ``Plan.source`` says which.
 """
 
@@ -36,7 +36,7 @@ from kvjax.policies.model_config import beyond_context, common_heads, layer_head
 from kvjax.policies.presets import PolicyChoice
 
 PREFILL_CHUNK = 512
-"""Default number of prompt tokens per call."""
+"""The default number of prompt tokens per call."""
 
 
 @dataclass(frozen=True)
@@ -46,19 +46,21 @@ class Plan:
     If devices share the work, all numbers are per device.
 
     Attributes:
-      batch, max_len: rows and tokens per row of the cache.
-      length: tokens per row at the decode step that is counted.
+      batch: the number of rows of the cache.
+      max_len: the cache's capacity in tokens per row.
+      length: the number of tokens per row at the decode step for which operations are counted.
       devices: number of devices that share the work.
       weights: bytes of the parameters.
       cache: bytes of the cache, by place.
-      bytes_per_token: bytes of one more token of a row, by place.
-      temporaries: bytes of temporaries, the larger of a decode step and of a prompt chunk.
-      source: whether ``temporaries`` is compiled or estimated.
-      flops: additions and multiplications of a decode step.
-      flops_uncached: the same without a cache, where every step computes the whole sequence.
+      bytes_per_token: bytes that one more token of a row needs, by place.
+      temporaries: bytes of temporaries of a decode step or of a prompt chunk, whichever needs more.
+      source: where ``temporaries`` comes from: the compiler, or an estimate.
+      flops: number of additions and multiplications of a decode step.
+      flops_uncached: ``flops`` without a cache, where every step computes the whole sequence.
       bytes_read: bytes that a decode step reads: the weights and the filled part of the cache.
-      bytes_read_uncached: the same without a cache. Weights count once and activations not at all.
-      beyond_context: the tokens of ``max_len`` beyond the model's training length.
+      bytes_read_uncached: ``bytes_read`` without a cache. Weights count once, and activations do
+        not count.
+      beyond_context: by how many tokens ``max_len`` exceeds the model's training length.
 
     Example:
       ```python
@@ -103,16 +105,19 @@ def plan(
 
     Args:
       model: a loaded model, its ``Architecture``, or a ``ModelShape``.
-      policy, batch, max_len: policy, rows and tokens per row of the cache, as in ``init_cache``.
-      length: tokens per row at the decode step that is counted; by default ``max_len``.
-      prefill_chunk: prompt tokens per call.
-      compiled: compile for the current device to find the size of temporaries. With False, for a
-        ``ModelShape``, for caches on the host and for a mesh they are estimated.
-      mesh: the mesh that shares the work; an ``AbstractMesh`` works without its devices.
+      policy, batch, max_len: the cache's policy, its number of rows and its tokens per row, as in
+        ``init_cache``.
+      length: the number of tokens per row at the decode step for which operations are counted; by
+        default ``max_len``.
+      prefill_chunk: the number of prompt tokens per call.
+      compiled: whether to compile for the current device to find the size of temporaries. If False,
+        temporaries are estimated. They are always estimated for a ``ModelShape``, for caches on the
+        host and for a mesh.
+      mesh: the mesh whose devices share the work. An ``AbstractMesh`` needs no devices.
 
     Raises:
-      ValueError: as ``init_cache``; if ``length`` is more than ``max_len``; if the model's config
-        has no ``num_attention_heads`` or ``hidden_size``.
+      ValueError: for the same reasons as ``init_cache``, if ``length`` is more than ``max_len``, or
+        if the model's config has no ``num_attention_heads`` or ``hidden_size``.
 
     Example:
       ```python
@@ -193,7 +198,8 @@ def plan(
 def estimated_temporaries(
     config: Any, batch: int, new: int, mesh_sharding: MeshSharding | None = None
 ) -> int:
-    """Estimate the bytes of temporaries of a call with ``new`` tokens; on a mesh, per device.
+    """Estimate the bytes of temporaries of a call with ``new`` tokens. On a mesh they are per
+    device.
 
     They are the activations of the widest part of a layer, one block of attention, and the logits
     of the last token.
@@ -220,9 +226,10 @@ def estimated_temporaries(
 def _compiled_temporaries(
     model: Any, structure: object, leaves: tuple[jax.ShapeDtypeStruct, ...], new: int
 ) -> int | None:
-    """Bytes of temporaries of a compiled call with ``new`` tokens; None if JAX doesn't report them.
+    """Compile a call with ``new`` tokens, and return its bytes of temporaries; None if JAX doesn't
+    report them.
 
-    The cache is passed as structure and leaves, which are hashable.
+    The cache is passed as a tree structure and leaves, which are hashable.
     """
     cache: KVCache = jax.tree.unflatten(structure, leaves)
     tokens = jax.ShapeDtypeStruct((cache.batch, new), jnp.int32)

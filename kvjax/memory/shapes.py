@@ -1,4 +1,4 @@
-"""Decoders as numbers, to plan for models that kvjax can't run."""
+"""Decoders described by their sizes, to plan for models that kvjax can't run."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -32,10 +32,11 @@ class ModelShape:
 
     Attributes:
       gated: whether the feed-forward part has three matrices instead of two.
-      tied: whether the head is the token embedding.
-      learned_positions: rows of a position embedding, or 0.
+      tied: whether the output head is the token embedding.
+      learned_positions: number of rows of a learned position embedding, or 0.
       context: training length in tokens, if known.
-      windows: one per layer, None for full attention; None if no layer has a window.
+      windows: the window of each layer, or None for full attention. The whole attribute is None if
+        no layer has a window.
 
     Example:
       ```python
@@ -63,9 +64,10 @@ class ModelShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> "ModelShape":
-        """Read a ``config.json`` of Transformers, of any family with the usual names.
+        """Read the sizes from a ``config.json`` of Transformers, of any family with the usual
+        names.
 
-        If it has a ``text_config``, that part is used.
+        If the config has a ``text_config``, this part is used.
 
         Raises:
           ValueError: if a name is missing or has a wrong value, or if the usual names do not
@@ -135,7 +137,8 @@ class ModelShape:
         raise ValueError("plans for a mesh need a model that kvjax can run, not only a ModelShape")
 
     def abstract_params(self) -> dict[str, PyTree]:
-        """The matrices; biases and norms, less than 0.1 % of the parameters, are left out."""
+        """Return the shapes of the matrices. Biases and norms, which are less than 0.1 % of the
+        parameters, are left out."""
 
         def matrix(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
@@ -160,16 +163,16 @@ class ModelShape:
     def forward(
         self, params: dict[str, PyTree], tokens: Tokens, cache: KVCache, *, last_only: bool = True
     ) -> tuple[Array, KVCache]:
-        """A decoder of this shape: its matrix products, and attention over the cache.
+        """Run a decoder of this shape: its matrix products, and attention over the cache.
 
         It is used to compile programs for planning. Biases, positions and the weights of norms are
         left out, because they are less than 0.1 % of the cost.
 
         Args:
-          params: as ``abstract_params``.
+          params: parameters with the shapes of ``abstract_params``.
           tokens: int32[batch, new].
           cache: the cache.
-          last_only: compute the logits of the last token only, as for prompts.
+          last_only: whether to compute only the logits of the last token, as for prompts.
         """
 
         def norm(x: Array) -> Array:
@@ -203,9 +206,9 @@ class ModelShape:
 
 
 def _window_settings(config: Mapping[str, object], family: str, layers: int) -> SimpleNamespace:
-    """The settings of a ``config.json`` that determine windows, with the family's defaults.
+    """Return the settings of a ``config.json`` that determine windows, with the family's defaults.
 
-    In Gemma 2 every second layer has a window.
+    In Gemma 2, every second layer has a window.
     """
     names = [
         "layer_types",
@@ -223,7 +226,7 @@ def _window_settings(config: Mapping[str, object], family: str, layers: int) -> 
 
 
 def _every_sixth(layers: int, window: int) -> tuple[int | None, ...]:
-    """A window in all layers except every sixth."""
+    """Return windows for all layers except every sixth."""
     return tuple(None if (layer + 1) % 6 == 0 else window for layer in range(layers))
 
 

@@ -24,7 +24,7 @@ from kvjax.policies.model_config import CacheShape, model_dtype, position_limit
 from kvjax.policies.presets import Auto, PolicyChoice, budget_of, per_layer
 
 _LONG = 2**24
-"""A length beyond every window."""
+"""A length that exceeds every window."""
 
 
 def abstract_cache(
@@ -37,9 +37,9 @@ def abstract_cache(
     stacked: bool | None = False,
     rotary_len: int | None = None,
 ) -> KVCache:
-    """``init_cache`` as shapes, with growing layers at full size.
+    """Return the shapes of the cache that ``init_cache`` creates, with growing layers at full size.
 
-    By default layers are not stacked, since sizes are computed per layer.
+    By default layers are not stacked, because sizes are computed per layer.
     """
     policies = per_layer(CachePolicy() if choice is None else choice, config)
     grown = [replace(x, layout=x.layout.starting_at(max_len)) for x in policies]
@@ -61,7 +61,8 @@ def abstract_cache(
 def cache_nbytes(
     config: CacheShape, policy: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
-    """Bytes of a cache by place, without allocating it; growing layers count at full size.
+    """Compute the bytes of a cache by place, without allocating it. Growing layers count at full
+    size.
 
     Example:
       ```python
@@ -72,7 +73,8 @@ def cache_nbytes(
 
 
 def prefetch_bytes(cache: KVCache, mesh_sharding: MeshSharding | None) -> int:
-    """Most bytes that prefetched host layers take on the device, or on each device of a mesh.
+    """Return the maximum bytes that prefetched layers need on the device, or on each device of a
+    mesh.
 
     Layers of stacks are not prefetched.
     """
@@ -86,7 +88,7 @@ def prefetch_bytes(cache: KVCache, mesh_sharding: MeshSharding | None) -> int:
 
 
 def bytes_per_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str, float]:
-    """Bytes that one more token takes in a cache, by place.
+    """Return the bytes that one more token needs in a cache, by place.
 
     Tails and layers with a window do not grow with the sequence, so they do not count.
     """
@@ -101,8 +103,8 @@ def bytes_per_token(config: CacheShape, choice: PolicyChoice | None) -> dict[str
 
 
 class LayerReport(TypedDict):
-    """Where a layer is: its layout, codecs and placement, JAX's kind of its memory, the bytes of
-    its body and tail, and its capacity in tokens."""
+    """The report on a layer: its layout, codecs and placement, JAX's name of its kind of memory,
+    the bytes of its body and tail, and its capacity in tokens."""
 
     layer: int
     layout: str
@@ -116,8 +118,8 @@ class LayerReport(TypedDict):
 
 
 def memory_report(cache: KVCache) -> list[LayerReport]:
-    """One dict per layer: layout, codecs, placement, JAX's memory kind, bytes of body and tail, and
-    capacity in tokens.
+    """Return one dict per layer: its layout, codecs and placement, JAX's name of its kind of
+    memory, the bytes of its body and tail, and its capacity in tokens.
 
     Raises:
       ValueError: if ``cache`` is not a cache.
@@ -154,7 +156,8 @@ def memory_report(cache: KVCache) -> list[LayerReport]:
 def device_bytes(
     config: Any, choice: PolicyChoice | None, batch: int, max_len: int, mesh: Mesh | None = None
 ) -> int:
-    """Bytes of a cache with prefetched layers, on the device or on each device of a mesh."""
+    """Return the bytes of a cache with prefetched layers, on the device or on each device of a
+    mesh."""
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
     return nbytes(cache, cache.mesh_sharding).get("device", 0) + prefetch_bytes(
         cache, cache.mesh_sharding
@@ -164,7 +167,8 @@ def device_bytes(
 def cache_bytes_read(
     config: CacheShape, choice: PolicyChoice | None, *, batch: int, max_len: int, length: int
 ) -> int:
-    """Bytes of a cache that a decode step reads, as stored, when every row holds ``length`` tokens.
+    """Return the bytes of a stored cache that a decode step reads, if every row has ``length``
+    tokens.
 
     ``length`` includes the token of the step.
     """
@@ -175,9 +179,11 @@ def cache_bytes_read(
 def visible_tokens(
     layer: LayerCache, length: int, own: LayerCache | None = None
 ) -> tuple[int, float]:
-    """Number of tokens that a row's query at position ``length - 1`` sees, and their bytes.
+    """Return the number of tokens that a row's query at position ``length - 1`` sees, and their
+    bytes.
 
-    ``own``: the layer's shard on one device of a mesh (``shards_of``); then only its bytes count.
+    ``own`` is the layer's shard on one device of a mesh (``shards_of``). If it is given, only its
+    bytes count.
     """
     own = layer if own is None else own
     layout, stored = layer.policy.layout, token_bytes(layer, (own.keys, own.values))
@@ -192,7 +198,7 @@ def visible_tokens(
 
 
 def token_bytes(layer: LayerCache, arrays: PyTree) -> float:
-    """Bytes per token of a row, or of a page, in some arrays of a layer's body."""
+    """Return the bytes per token in some arrays of a layer's body."""
     rows, page_group = jax.tree.leaves(arrays)[0].shape[0], layer.policy.page_group
     units = layer.policy.stored_layout.slots if page_group is None else page_group.layout.page_size
     return tree_bytes(arrays) / (units * layer.policy.unit) / rows
@@ -219,7 +225,7 @@ class Plannable(Protocol):
 
 
 def as_plannable(model: object) -> Plannable:
-    """The architecture of a loaded model; an architecture or a ``ModelShape`` is returned
+    """Return the architecture of a loaded model. An architecture or a ``ModelShape`` is returned
     unchanged.
 
     Raises:
@@ -257,7 +263,8 @@ class LoadedModel(Protocol):
 
 
 def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> int:
-    """Bytes of a model's parameters, in the dtype of its config; on a mesh, bytes per device.
+    """Return the bytes of a model's parameters in the dtype of its config. On a mesh they are bytes
+    per device.
 
     Raises:
       ValueError: if a mesh is given for a model that kvjax can't run.
@@ -271,10 +278,10 @@ def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> i
 
 
 def weight_bytes_read(params: PyTree, batch: int) -> int:
-    """Bytes of parameters that a decode step of ``batch`` rows reads.
+    """Return the bytes of parameters that a decode step of ``batch`` rows reads.
 
-    All parameters count once. Position embeddings and untied token embeddings count only ``batch``
-    rows.
+    All parameters count once, except that only ``batch`` rows of position embeddings and of untied
+    token embeddings count.
 
     Example:
       ```python
@@ -289,12 +296,13 @@ def weight_bytes_read(params: PyTree, batch: int) -> int:
 
 
 def matmul_parameters(params: PyTree) -> int:
-    """Number of parameters in matrix products: all matrices except lookup tables."""
+    """Return the number of parameters in matrix products, which are all matrices except lookup
+    tables."""
     return sum(x.size for x, looked_up in _tables(params) if x.ndim > 1 and not looked_up)
 
 
 def _tables(params: PyTree) -> list[tuple[jax.ShapeDtypeStruct | jax.Array, bool]]:
-    """All arrays, and whether each is only a lookup table."""
+    """Return all arrays, each with whether it is only a lookup table."""
     leaves = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         leaves.append(({str(getattr(key, "key", key)) for key in path}, leaf))

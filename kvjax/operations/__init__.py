@@ -1,4 +1,4 @@
-"""Functions from caches to caches, except for writing tokens."""
+"""Functions that change caches, except for writing tokens."""
 
 from kvjax.operations.saving import SavedCache
 

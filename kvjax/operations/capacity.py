@@ -30,19 +30,19 @@ from kvjax.policies.cache_policy import CachePolicy
 @allow_host_to_device
 @layer_by_layer
 def grow(cache: KVCache, to: int) -> KVCache:
-    """Grow a cache to hold ``to`` tokens per row.
+    """Grow a cache to a capacity of ``to`` tokens per row.
 
-    This runs outside ``jit``, layer by layer, and deletes the argument's arrays as it copies them:
-    at most one layer exists twice at any time. A ``fork`` of the argument survives. Layers that are
-    large enough, and layers that only hold a window, are not changed.
+    This runs outside ``jit``, layer by layer, and deletes the argument's arrays after copying them,
+    so that at most one layer exists twice at any time. A ``fork`` of the argument survives. Layers
+    that are large enough, and layers that keep only a window, are not changed.
 
     Args:
-      cache: the cache; its arrays are deleted.
-      to: tokens per row.
+      cache: the cache. Its arrays are deleted.
+      to: the new capacity in tokens per row.
 
     Raises:
       ValueError: if ``to`` is less than the current capacity, or more than the layout's limit or
-        the model's positions; if no layer can grow; inside ``jit``.
+        the model's positions; if no layer can grow; or inside ``jit``.
       CacheMemoryError: if the device or the host has too little memory.
 
     Example:
@@ -77,7 +77,7 @@ def grow(cache: KVCache, to: int) -> KVCache:
             if larger is not layer:
                 larger = jax.block_until_ready(larger.placed())
                 if _first_shape(larger) != _first_shape(layer):
-                    # Only the body grows; the new layer uses the same tail.
+                    # Only the body grows. The new layer uses the same tail.
                     for array in jax.tree.leaves((layer.keys, layer.values)):
                         array.delete()
             layers.append(larger)
@@ -101,7 +101,7 @@ def grow_pools_for(cache: KVCache, rows: int) -> KVCache:
 
 
 def enlarged_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]:
-    """The pools for a cache whose layers have grown."""
+    """Return the pools for a cache whose layers have grown."""
     pools_after = {}
     for old, new in zip(cache.layers, larger.layers, strict=True):
         before, after = old.policy.page_group, new.policy.page_group
@@ -115,7 +115,7 @@ def enlarged_pools(cache: KVCache, larger: KVCache) -> tuple[PageAllocator, ...]
 
 
 def enlarged_layouts(cache: KVCache, to: int) -> list[Layout]:
-    """The layouts of a cache after growing to ``to`` tokens per row."""
+    """Return the layouts of a cache after growing to ``to`` tokens per row."""
     policies = [layer.policy for layer in cache.layers]
     return [
         policy.layout
@@ -142,7 +142,7 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
             and not is_traced(x)
             and policy.placement.mesh_sharding is None
         ):
-            # Copy within the host's memory; only one unit at a time is on the device.
+            # Copy within the host's memory, with only one unit at a time on the device.
             shape = tuple(n + after for n, (_, after) in zip(x.shape, wider, strict=True))
             into = policy.placement.store(np.zeros(shape, x.dtype), order)
             return _copy_into(into, x, policy.placement, order)
@@ -155,7 +155,8 @@ def pad_layer(layer: LayerCache, layout: Layout) -> LayerCache:
 
 
 def _pad_pages(layer: LayerCache, policy: CachePolicy) -> LayerCache:
-    """Add the pages of another policy's pool to a layer; on a mesh to each device's share."""
+    """Enlarge a layer in pages to the pool of another policy. On a mesh, each device's part is
+    enlarged."""
     page_group = policy.page_group
     if page_group is None:
         return layer
@@ -184,9 +185,9 @@ def _copy_into(into: Array, x: Array, placement: Device, order: Order) -> Array:
 
 
 def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
-    """``written`` for a larger layout.
+    """Return ``written`` for a larger layout.
 
-    A value above the number of slots hides tokens that a conversion lacked (see
+    A value above the number of slots hides tokens that a conversion could not supply (see
     ``Layout.hiding``). It is increased so that it hides the same tokens in the larger layout.
     """
     slots, wider = layer.policy.mark_base, replace(layer.policy, layout=layout).mark_base
@@ -199,9 +200,9 @@ class Move:
 
     Attributes:
       layer: index in ``KVCache.layers``.
-      place: where the layer is now.
-      bytes: bytes of its body.
-      tokens: tokens per row that ``make_room`` was called for.
+      place: the new place of the layer, ``"device"`` or ``"host"``.
+      bytes: the size of its body in bytes.
+      tokens: the number of tokens per row for which ``make_room`` was called.
     """
 
     layer: int
@@ -212,22 +213,22 @@ class Move:
 
 @layer_by_layer
 def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
-    """Grow a cache until it holds ``tokens`` per row, if it can grow, within its memory budget.
+    """Grow a cache, if it can grow, until ``tokens`` tokens per row fit, within its memory budget.
 
-    With ``policy("auto")`` this first moves layers to the host, last layers first, until the device
-    can hold the rest. A layer moves back only if a quarter of the budget stays free, so that no
-    layer moves back and forth. Call this outside ``jit``; it deletes the cache that it receives.
+    With ``policy("auto")``, this first moves layers to the host, last layers first, until the
+    others fit on the device. A layer moves back only if a quarter of the budget stays free, so that
+    no layer moves back and forth. Call this outside ``jit``. It deletes the cache that it receives.
 
     Args:
       cache: the cache.
-      tokens: tokens that each row must hold.
+      tokens: the number of tokens per row that must fit.
 
     Returns:
       The cache, and the moves.
 
     Raises:
-      ValueError: as ``grow``; if the newest tokens of layers on the host, which stay on the device,
-        exceed the budget.
+      ValueError: for the same reasons as ``grow``, or if the newest tokens of layers on the host,
+        which stay on the device, exceed the budget.
 
     Example:
       ```python
@@ -247,13 +248,13 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
 
 
 def settle_in_budget(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
-    """Keep a cache within its budget without growing it; return the cache and the moves.
+    """Keep a cache within its budget without growing it. Returns the cache and the moves.
 
-    Layers move back to the device if they still fit there when rows hold ``tokens``. The argument's
-    arrays are deleted.
+    Layers move back to the device if they still fit there when rows have ``tokens`` tokens. The
+    argument's arrays are deleted.
 
     Raises:
-      ValueError: if ``tokens`` per row exceed the budget even with all layers on the host.
+      ValueError: if ``tokens`` tokens per row exceed the budget even with all layers on the host.
     """
     if cache.budget is None:
         return cache, []
@@ -266,19 +267,20 @@ def settle_in_budget(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
 
 
 def check_budget(cache: KVCache, tokens: int) -> None:
-    """Raise ``ValueError`` if ``tokens`` per row exceed the cache's budget."""
+    """Raise ``ValueError`` if ``tokens`` tokens per row exceed the cache's budget."""
     if cache.budget is not None:
         _layers_for_host(cache, max(tokens, cache.max_len))
 
 
 def _host_layers(cache: KVCache) -> frozenset[int]:
-    """Indices of the layers on the host."""
+    """Return the indices of the layers on the host."""
     away = [layer.policy.placement.needs_tail for layer in cache.layers]
     return frozenset(n for n, on_host in enumerate(away) if on_host)
 
 
 def _layers_for_host(cache: KVCache, tokens: int) -> frozenset[int]:
-    """Indices of the layers that must be on the host when rows hold ``tokens``."""
+    """Return the indices of the layers that must be on the host when rows have ``tokens``
+    tokens."""
     assert cache.budget is not None
     sizes = [
         layer_sizes(

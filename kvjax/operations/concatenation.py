@@ -26,19 +26,19 @@ from kvjax.policies.cache_policy import CachePolicy
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
     """Concatenate the rows of several caches. The result has the largest of their capacities.
 
-    Rows may have different lengths. Policies may differ if that does not change results. Layers go
-    to the placement of the first cache. Growing layouts combine with static ones, and with layouts
-    that keep only the window of the layer. Rows can then not be rewound to tokens that the result
-    does not keep.
+    Rows may have different lengths. Policies may differ if this does not change results. Layers are
+    moved to the placement of the first cache. Growing layouts can be combined with static ones, and
+    with layouts that keep only the window of the layer. Rows can't be rewound to tokens that the
+    result does not keep.
 
     Args:
       caches: caches of one model whose policies store the same numbers and show queries the same
         tokens.
 
     Raises:
-      ValueError: if the list is empty; if the caches are of different models or on different
-        devices; if their layers store numbers differently or show different tokens; if their keys
-        were rotated for different lengths (dynamic, longrope); as ``convert``, if a ring has
+      ValueError: if the list is empty; if the caches belong to different models or are on different
+        devices; if their layers store numbers differently or show queries different tokens; if
+        their keys were rotated for different lengths (dynamic, longrope); or if a ring has
         overwritten tokens that another cache's layout keeps.
 
     Example:
@@ -98,7 +98,7 @@ def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
     first, policies = caches[0], [[layer.policy for layer in cache.layers] for cache in caches]
     sharded = first.mesh_sharding is not None and first.mesh_sharding.rows > 1
     if sharded or any(other != policies[0] for other in policies):
-        # Rows may change their device or policy, so they can't keep their pages.
+        # Rows may move to a different device or policy, so they can't keep their pages.
         whole = _concatenate_unpaged([without_pages(cache) for cache in caches])
         paged_policies = [
             _with_pages([own[entry] for own in policies], layer.policy, whole.batch)
@@ -122,19 +122,19 @@ def _concatenate_paged(caches: Sequence[KVCache]) -> KVCache:
         for same in zip(*(cache.pools for cache in caches), strict=True)
     ]
     cache = with_rows(first, layers=tuple(layers), pools=tuple(pools), **_row_state(caches))
-    # Two rows may now share a page that is not full, which only one of them may write to.
+    # Two rows may now share a page that is not full. Only one of them may write to it.
     return empty_unallocated(*fork_pages(cache, jnp.arange(cache.batch, dtype=jnp.int32)))
 
 
 def _page_arrays(cache: KVCache) -> list[int]:
-    """The identity of the arrays that hold a cache's pages."""
+    """Return the ids of the arrays with a cache's pages."""
     layers = [layer for layer in cache.layers if layer.policy.page_group is not None]
     return [id(x) for layer in layers for x in jax.tree.leaves((layer.keys, layer.values))]
 
 
 def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int) -> CachePolicy:
-    """``joined`` with the pages of the first policy, and a pool that holds the pages of all
-    policies."""
+    """Return the policy ``joined`` with the page size of the first policy, and with a pool for the
+    pages of all policies."""
     layouts = [as_paged(policy.layout) for policy in policies]
     first = layouts[0]
     if first is None:
@@ -147,7 +147,7 @@ def _with_pages(policies: Sequence[CachePolicy], joined: CachePolicy, rows: int)
 
 
 def _row_state(caches: Sequence[KVCache]) -> dict[str, Array]:
-    """The lengths and other per-row arrays of all rows."""
+    """Concatenate the lengths and the other per-row arrays."""
     names = "length", "written", "status"
     return {name: jnp.concatenate([getattr(cache, name) for cache in caches]) for name in names}
 
@@ -160,13 +160,13 @@ def _on_same_devices(cache: KVCache, other: KVCache) -> bool:
 
 
 def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
-    """A policy that keeps all tokens that queries of these layers see.
+    """Return a policy that keeps all tokens that queries of these layers see.
 
     It is the first layer's policy with the largest capacity. If some layers keep no more than the
-    window that queries see in all of them, it has their layout.
+    window that queries see in all layers, it has their layout.
 
     Raises:
-      ValueError: if no policy does.
+      ValueError: if there is no such policy.
     """
     first, layouts = layers[0].policy, [layer.policy.layout for layer in layers]
     try:
@@ -185,7 +185,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
 
 
 def _visible_range(layer: LayerCache) -> tuple[int, int]:
-    """The window that a layer's queries see, and the number of sinks."""
+    """Return the window that a layer's queries see, and the number of sinks."""
     layout = layer.policy.layout
     return min(layout.window or UNLIMITED, layer.window or UNLIMITED), layout.sinks
 
@@ -215,6 +215,6 @@ def _is_prefix_of(layout: Layout, larger: Layout) -> bool:
 
 
 def _model_shape(cache: KVCache) -> Any:
-    """The properties that all caches of one model share."""
+    """Return the properties that are equal in all caches of one model."""
     layers = [(layer.kv_heads, layer.head_dim, layer.window) for layer in cache.layers]
     return layers, cache.sources, cache.positions

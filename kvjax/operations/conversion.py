@@ -31,21 +31,22 @@ from kvjax.policies.presets import PolicyChoice, budget_of, per_layer
 @layer_by_layer
 @automatic_axes
 def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None) -> KVCache:
-    """The same tokens in a cache with another policy: dense to ring, float32 to bfloat16.
+    """Convert a cache to another policy, with the same tokens: for example from dense to ring, or
+    from float32 to bfloat16.
 
-    The old cache must hold all tokens that queries see under the new policy. A ring that has
+    The old cache must have all tokens that queries see under the new policy. A ring that has
     overwritten the beginning of a row can't become dense.
 
     Args:
-      cache: the cache; it is not changed.
-      policy: as for ``init_cache``.
-      max_len: as for ``init_cache``; by default the old cache's, if the layout has one. A
-        growing layout starts with the capacity that the rows need, or, inside ``jit``, with the old
-        capacity.
+      cache: the cache. It is not changed.
+      policy: the new policy, as for ``init_cache``.
+      max_len: as for ``init_cache``. By default it is that of the old cache, if the layout needs
+        one. A growing layout starts with the capacity that the rows need or, inside ``jit``, with
+        the old capacity.
 
     Raises:
-      ValueError: if a row holds more tokens than the new cache can, or lacks tokens that the new
-        layout keeps (if traced: the status ``LOST``).
+      ValueError: if the tokens of a row do not fit in the new cache, or a row lacks tokens that the
+        new layout keeps. If lengths are traced, such rows get the status ``LOST`` instead.
 
     Example:
       ```python
@@ -58,7 +59,7 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     limit = cache.positions
     if limit is not None and (max_len or 0) > limit:
         raise ArgumentError(f"max_len is {max_len}, but {cache.last_position}", param="max_len")
-    # The layer of the model that each entry was created for is the first one that reads it.
+    # Each entry was created for the first layer of the model that reads it.
     sources = cache.sources or tuple(range(len(cache.layers)))
     windows = tuple(cache.layers[entry].window for entry in sources)
     config = SimpleNamespace(num_hidden_layers=len(sources), windows=windows)
@@ -96,8 +97,8 @@ def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
     """Convert every layer to another resolved policy.
 
     Raises:
-      ValueError: if a row has more tokens than a policy holds or lacks tokens that it keeps, or if
-        the pool has too few pages, as far as values are known.
+      ValueError: if the tokens of a row do not fit, a row lacks tokens that the policy keeps, or
+        the pool has too few pages. Traced values are not checked.
     """
     groups = dict.fromkeys(
         policy.page_group for policy in policies if policy.page_group is not None
@@ -127,7 +128,7 @@ def with_policies(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
 
 
 def without_pages(cache: KVCache) -> KVCache:
-    """Convert paged layers so that every row has slots of its own."""
+    """Convert paged layers to layers without pages, in which every row has its own slots."""
     policies = [layer.policy for layer in cache.layers]
     return with_policies(cache, [replace(x, layout=unpaged_layout(x.layout)) for x in policies])
 
@@ -135,16 +136,17 @@ def without_pages(cache: KVCache) -> KVCache:
 def convert_entry(
     cache: KVCache, entry: int, policy: CachePolicy, table: Array | None = None
 ) -> tuple[LayerCache, PerRow, PerRow]:
-    """Convert one of ``KVCache.layers`` to another policy and move it to its placement.
+    """Convert an entry of ``KVCache.layers`` to another policy, and move it to the policy's
+    placement.
 
-    ``table``: the page table of the new layer's pool, if it is paged.
+    ``table`` is the page table of the new layer's pool, if it is paged.
 
     Returns:
       The layer, its column of ``KVCache.written``, and the status of each row.
 
     Raises:
-      ValueError: if a row has more tokens than the policy holds, or lacks tokens that it keeps, as
-        far as values are known.
+      ValueError: if the tokens of a row do not fit, or a row lacks tokens that the policy keeps.
+        Traced values are not checked.
     """
     old, tables = cache.layers[entry], (cache.table(entry, whole=True), table)
     rows = cache.length, cache.written[:, entry]
@@ -164,7 +166,7 @@ def convert_entry(
 
 
 def _grow_to_fit(layout: Layout, cache: KVCache) -> Layout:
-    """Double a growing layout until it holds all tokens of the rows."""
+    """Double a growing layout until all tokens of the rows fit."""
     if is_traced(cache.length):
         tokens = min(cache.max_len, layout.grows_to or cache.max_len)
     else:
@@ -189,7 +191,7 @@ def convert_layer(
       length: ``KVCache.length``.
       written: the layer's column of ``KVCache.written``.
       policy: the new resolved policy.
-      tables: page tables of the old and the new layer, None where a layer is not paged.
+      tables: the page tables of the old and of the new layer; None for a layer that is not paged.
 
     Returns:
       The layer, its new column of ``written``, and two masks bool[batch]: the rows that are too
@@ -208,11 +210,11 @@ def convert_layer(
 
 
 Tokens = Callable[[Array], tuple[Array, Array, Array]]
-"""``tokens(positions)``, int32[batch, n], returns keys and values [batch, kv_heads, n, head_dim],
-and bool[batch, n], which of them are available."""
+"""A function ``tokens(positions)`` of int32[batch, n]. It returns keys and values, both [batch,
+kv_heads, n, head_dim], and bool[batch, n], which of them are available."""
 Blocks = Callable[[Array], tuple[Body, Array]] | None
-"""``blocks(ids)``, int32[batch, n], returns encoded blocks, and bool[batch, n], which of them are
-available. None if the tokens are not encoded in the same blocks."""
+"""A function ``blocks(ids)`` of int32[batch, n]. It returns encoded blocks, and bool[batch, n],
+which of them are available. It is None if the tokens are not encoded in the same blocks."""
 
 
 def build_layer(
@@ -223,19 +225,19 @@ def build_layer(
     blocks: Blocks,
     table: Array | None = None,
 ) -> tuple[LayerCache, PerRow, RowMask]:
-    """A layer that holds the tokens of rows.
+    """Build a layer with the tokens of rows.
 
     Args:
       like: a layer with the same heads, and with the codecs of ``blocks``.
       policy: the resolved policy of the layer.
-      length: int32[batch], tokens of each row.
-      tokens: the keys and values.
-      blocks: the encoded blocks, which are used unchanged if the codec is the same.
+      length: int32[batch], the number of tokens of each row.
+      tokens: returns the keys and values.
+      blocks: returns the encoded blocks, which are used unchanged if the codec is the same.
       table: int32[batch, columns], the pages of each row, if the policy's slots are in pages.
 
     Returns:
       The layer, on the device; its ``written``, which marks tokens that were not available; and the
-      rows that lack tokens which the layout needs.
+      rows that lack tokens that the layout needs.
     """
     if policy.raw is None:
         stored = policy.stored_layout
@@ -266,7 +268,8 @@ def _layer(
     tail: Tail | None = None,
     low: PerRow | None = None,
 ) -> LayerCache:
-    """A layer with a body of rows, which a ``table`` divides into pages."""
+    """Make a layer with a body. If there is a ``table``, the rows of the body are moved into
+    pages."""
     if table is not None and (group := policy.page_group):
         body = to_pages(body, table, group.layout.page_size, group.layout.pool or 0)
     keys, values = arrange(body, policy.orders(like.kv_heads, like.head_dim))
@@ -277,7 +280,7 @@ def _layer(
 def _body(
     like: LayerCache, policy: CachePolicy, length: PerRow, tokens: Tokens, blocks: Blocks
 ) -> tuple[Body, Array, Array]:
-    """The body, the positions of its tokens, and which of them are available."""
+    """Build the body. Returns it, the positions of its tokens, and which of them are available."""
     split, batch = policy.split, length.shape[0]
     slots = jnp.arange(split.body.slots, dtype=jnp.int32)
     token_slots = jnp.arange(split.body.slots * split.block, dtype=jnp.int32)
@@ -285,8 +288,8 @@ def _body(
     keys, values, available = tokens(positions)
     shape = (batch, like.kv_heads, split.body.slots, split.block, like.head_dim)
     in_blocks = available.reshape(batch, 1, split.body.slots, split.block, 1)
-    # Only the first tokens of a block can be missing. The last token in their place does not change
-    # the scales of the others.
+    # Only the first tokens of a block can be missing. They are replaced by the last token, which
+    # does not change the scales of the others.
     keys, values = (
         jnp.where(in_blocks, x, x[:, :, :, -1:])
         for x in (keys.reshape(shape), values.reshape(shape))

@@ -29,7 +29,7 @@ from kvjax.placement.order import arrange, restore
 from kvjax.policies.cache_policy import CachePolicy
 
 KEEP: Any = object()
-"""The default ``mesh`` of ``migrate``: stay on the current devices."""
+"""The default of ``mesh`` in ``migrate``, which means to stay on the current devices."""
 
 
 @without_mesh_context
@@ -43,24 +43,24 @@ def migrate(
 ) -> KVCache:
     """Move a cache, or some of its layers, to another place, without changing any value.
 
-    This runs outside ``jit``, layer by layer, and deletes the argument's arrays as it copies them:
-    at most one layer exists twice at any time. A ``fork`` of the argument survives. The transfer of
-    the last layer may still be running when this returns. A raw layer has a tail only while it is
-    on the host, so its arrays are converted when it moves. After a move and back, generation
-    continues bit for bit.
+    This runs outside ``jit``, layer by layer, and deletes the argument's arrays after copying them,
+    so that at most one layer exists twice at any time. A ``fork`` of the argument survives. The
+    transfer of the last layer may still be running when this returns. A raw layer has a tail only
+    while it is on the host, so its arrays are converted when it moves. If a layer is moved and
+    moved back, generation continues with bitwise the same results.
 
     Args:
-      cache: the cache; the arrays of moved layers are deleted.
-      placement: the new place, ``Device()`` or ``Host()``; by default layers stay in their kind of
-        memory.
-      layers: indices of the model's layers to move; by default all.
-      mesh: a mesh from ``make_mesh`` to move the whole cache to, or None for the default device; by
-        default the cache stays on its devices.
+      cache: the cache. The arrays of moved layers are deleted.
+      placement: the new placement, ``Device()`` or ``Host()``. By default layers stay in their kind
+        of memory.
+      layers: the indices of the model's layers to move; by default all.
+      mesh: a mesh from ``make_mesh`` to which the whole cache is moved, or None for the default
+        device. By default the cache stays on its devices.
 
     Raises:
       ValueError: if a layer does not exist, ``placement`` is not a placement, the cache's arrays
         have been donated or deleted, the mesh does not divide the rows, or both ``layers`` and
-        ``mesh`` are given; inside ``jit``.
+        ``mesh`` are given; or inside ``jit``.
 
     Example:
       ```python
@@ -95,7 +95,7 @@ def migrate(
 def move_layers(
     cache: KVCache, placement: Device, entries: Iterable[int], *, keep: bool = False
 ) -> KVCache:
-    """Move some of ``KVCache.layers``; with ``keep`` the argument is not used up."""
+    """Move some of ``KVCache.layers``. The arrays of moved layers are deleted, unless ``keep``."""
     layers, marks, status = list(cache.layers), _columns(cache.written), cache.status
     moving: Any = None
     with on_device_of(cache.length):
@@ -145,7 +145,8 @@ def move_layers(
 def _pools_for(
     cache: KVCache, policies: Sequence[CachePolicy]
 ) -> tuple[dict[PageGroup, PageAllocator], Array]:
-    """The pools for other policies on the same devices, and the rows that get no pages in them."""
+    """Return the pools for other policies on the same devices, and the rows that get no pages in
+    them."""
     pools: dict[PageGroup, PageAllocator] = {}
     before, lacking = dict(zip(cache.page_groups, cache.pools, strict=True)), cache.status < 0
     for page_group in dict.fromkeys(policy.page_group for policy in policies):
@@ -159,12 +160,13 @@ def _pools_for(
 
 
 def _columns(array: Array) -> list[Array]:
-    """The columns of an array; iterating fails if other processes hold a part of it."""
+    """Return the columns of an array. Iterating over the array would fail if other processes have a
+    part of it."""
     return [array[:, n] for n in range(array.shape[1])]
 
 
 def _move_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache:
-    """Move a cache to another mesh or to the default device; the argument is used up."""
+    """Move a cache to another mesh or to the default device. The argument's arrays are deleted."""
     if mesh_sharding is not None:
         mesh_sharding.check_rows(cache.batch)
     elif not cache.length.is_fully_addressable:
@@ -181,7 +183,7 @@ def _move_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache
         )
         layer = old
         if policy.stored_layout != old.policy.stored_layout:
-            # Another mesh may need another number of slots, to divide them evenly.
+            # A different mesh may need a different number of slots, to divide them evenly.
             tables = (cache.table(entry, whole=True),) * 2
             layer, marks[entry], _, lost = _convert_layer(
                 old, cache.length, marks[entry], policy, tables
@@ -206,9 +208,10 @@ def _move_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache
 
 
 def _move_pages_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> KVCache:
-    """``_move_to_mesh`` if another number of devices divides the rows of a paged cache.
+    """Do the work of ``_move_to_mesh`` if a different number of devices divides the rows of a paged
+    cache.
 
-    Each device has a pool of its own, so the rows are moved without pages.
+    Each device has its own pool, so the rows are moved without pages.
     """
     whole = _move_to_mesh(without_pages(cache), mesh_sharding)
     policies = []
@@ -225,7 +228,8 @@ def _move_pages_to_mesh(cache: KVCache, mesh_sharding: MeshSharding | None) -> K
 
 
 def _delete_unshared_buffers(old: LayerCache, new: LayerCache) -> None:
-    """Like ``delete_unshared``, but compares buffers: a move may return arrays that share them."""
+    """Do the same as ``delete_unshared``, but compare buffers instead of arrays, because a move may
+    return arrays that share buffers."""
 
     def buffers(arrays: list[Array]) -> set[int]:
         return {s.data.unsafe_buffer_pointer() for x in arrays for s in x.addressable_shards}
@@ -237,7 +241,8 @@ def _delete_unshared_buffers(old: LayerCache, new: LayerCache) -> None:
 
 
 def _reorder(old: LayerCache, policy: CachePolicy) -> LayerCache:
-    """A layer under another policy that stores the same numbers, in the new policy's order.
+    """Give a layer another policy that stores the same numbers, and arrange them in the new
+    policy's order.
 
     If the order differs, the numbers are rearranged on the device.
     """
@@ -255,12 +260,12 @@ def _rearrange(body: PyTree, before: PyTree, after: PyTree) -> PyTree:
 
 
 def delete_unshared(old: LayerCache, new: LayerCache) -> None:
-    """Delete the arrays of ``old`` that ``new`` does not use; running programs still finish."""
+    """Delete the arrays of ``old`` that ``new`` does not use. Running programs still finish."""
     used = {id(array) for array in jax.tree.leaves(new)}
     for array in jax.tree.leaves(old):
         if id(array) not in used:
             array.delete()
 
 
-# Without jit every operation would be compiled and keep its result.
+# Without jit, every operation would be compiled separately and keep its result.
 _convert_layer = jax.jit(convert_layer, static_argnames="policy")

@@ -1,4 +1,5 @@
-"""Operations on rows: copy, select, repeat, empty and rewind them, or continue them in place."""
+"""Operations on rows: copying, selecting, repeating, emptying and rewinding them, and branching in
+place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,8 +52,8 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
       rows: int[n], row indices.
 
     Raises:
-      ValueError: if ``rows`` is not a list of integers, or has an index out of range (if traced:
-        the nearest row is taken and gets the status ``NO_SUCH_ROW``).
+      ValueError: if ``rows`` is not a list of integers, or has an index out of range. For a traced
+        index out of range, the nearest row is taken and gets the status ``NO_SUCH_ROW`` instead.
 
     Example:
       ```python
@@ -72,7 +73,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
         cache.mesh_sharding.check_rows(index.shape[0])
     missing = (index < 0) | (index >= cache.batch)
     if cache.pools and cache.mesh_sharding is not None and cache.mesh_sharding.rows > 1:
-        # Each device has a pool of its own, and rows may move to another device.
+        # Each device has its own pool, and rows may move to a different device.
         policies = [layer.policy for layer in cache.layers]
         selected = with_policies(_select(without_pages(cache), index), policies)
     else:
@@ -83,7 +84,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
 @layer_by_layer
 @automatic_axes
 def repeat(cache: KVCache, times: int) -> KVCache:
-    """Repeat every row ``times`` times, adjacently: one prompt, several continuations.
+    """Repeat every row ``times`` times, in adjacent rows, for several continuations of one prompt.
 
     Raises:
       ValueError: if ``times`` is not a positive integer.
@@ -119,12 +120,13 @@ def _select(cache: KVCache, index: Array) -> KVCache:
 
 
 def _fork_pages(cache: KVCache, rows: Array) -> tuple[KVCache, RowMask | None]:
-    """``fork_pages`` after growing the pools for ``rows``; (cache, None) if nothing is paged."""
+    """Grow the pools for ``rows``, and call ``fork_pages``. Returns (cache, None) if no layer is
+    paged."""
     return fork_pages(grow_pools_for(cache, len(rows)), rows) if cache.pools else (cache, None)
 
 
 def empty_unallocated(cache: KVCache, allocated: RowMask | None) -> KVCache:
-    """Empty the rows that got no pages, with the status ``OUT_OF_PAGES``."""
+    """Empty the rows that got no pages, and give them the status ``OUT_OF_PAGES``."""
     if allocated is None:
         return cache
     length, status = jnp.where(allocated, cache.length, 0), flag_where(~allocated, OUT_OF_PAGES)
@@ -172,7 +174,8 @@ def _map_rows(
     change_layer: Callable[[LayerCache], LayerCache],
     change_array: Callable[[Array], Array],
 ) -> KVCache:
-    """Apply a function to every layer, and another one to the cache's own arrays [batch, ...]."""
+    """Apply ``change_layer`` to every layer, and ``change_array`` to the cache's own arrays [batch,
+    ...]."""
     layers = tuple(change_layer(layer) for layer in cache.layers)
     own = jax.tree.map(change_array, replace(cache, layers=(), pools=()))
     return with_rows(own, layers=layers, pools=cache.pools)
@@ -180,7 +183,7 @@ def _map_rows(
 
 @automatic_axes
 def rewindable(cache: KVCache) -> PerRow:
-    """int32[batch]: how many of the newest tokens ``rewind`` can remove from each row.
+    """Return how many of the newest tokens ``rewind`` can remove from each row, int32[batch].
 
     A ring overwrites tokens that are older than its window and slack, so it can't be rewound to a
     position whose queries see them.
@@ -205,17 +208,17 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
 
     Args:
       cache: the cache.
-      tokens: number of tokens for all rows, or int32[batch], one number per row.
+      tokens: one number of tokens for all rows, or int32[batch], one number per row.
 
     Returns:
       The cache. A row that can't be rewound this far (see ``rewindable``) is not changed and gets
       the status ``REWOUND_TOO_FAR``. A paged row returns pages to its pool. If its last page is
-      shared, the page is copied; if no page is free, the row is not changed and gets the status
-      ``OUT_OF_PAGES``.
+      shared, the page is copied. If no page is free for the copy, the row is not changed and gets
+      the status ``OUT_OF_PAGES``.
 
     Raises:
-      ValueError: if ``tokens`` is not an integer or int32[batch], or is negative (if traced: the
-        status).
+      ValueError: if ``tokens`` is not an integer or int32[batch], or is negative. If it is traced,
+        negative numbers give the status ``REWOUND_TOO_FAR`` instead.
 
     Example:
       ```python
@@ -233,7 +236,7 @@ def rewind(cache: KVCache, tokens: int | Counts) -> KVCache:
         )
     if not is_traced(back) and np.any(np.asarray(back) < 0):
         raise ArgumentError(f"tokens must be >= 0, got {np.min(back)}", param="tokens")
-    # Numbers beyond int32 are too large in any case.
+    # Numbers that exceed int32 are too large in any case.
     back = jnp.asarray(back.clip(-1, UNLIMITED), jnp.int32)
     back = jnp.broadcast_to(back, cache.length.shape)
     wrong = (back > rewindable(cache)) | (back < 0)
@@ -257,7 +260,8 @@ def _rewindable(layer: LayerCache, length: PerRow, written: PerRow) -> PerRow:
 
 
 def as_int_array(expected: str, x: Any) -> Any:
-    """An integer array, traced or not, or a ``ValueError`` that begins with ``expected``."""
+    """Convert ``x`` to an integer array, traced or not. Raises a ``ValueError`` that begins with
+    ``expected`` if this is impossible."""
     if not is_traced(x):
         try:
             x = np.asarray(x)
@@ -271,26 +275,26 @@ def as_int_array(expected: str, x: Any) -> Any:
 
 
 _COPY_TOKENS = 256
-"""Tokens per copy."""
+"""The number of tokens per copy."""
 
 
 def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
-    """Let each row continue another row of the same sequence, in place; runs inside ``jit``.
+    """Let rows continue from other rows with a common prefix, in place. This runs inside ``jit``.
 
-    A step of a beam search does this. Rows that others continue stay where they are, so nothing is
-    overwritten before it is copied. Only the rows that end are overwritten, and only after the
-    tokens that both rows share; ``select`` would copy every row.
+    A step of a beam search does this. Rows from which others continue stay unchanged, so nothing is
+    overwritten before it is copied. Only rows that end are overwritten, and only after the tokens
+    that both rows have in common. ``select`` would copy every row.
 
     Args:
       cache: a cache that is not within a call.
-      rows: int32[batch], the row that each row continues. Such a row must continue itself:
-        ``rows[rows[i]] == rows[i]``. On a mesh both must be on the same devices.
-      since: int32[batch], the length of the prefix that each row shares with all rows that it may
-        continue.
+      rows: int32[batch], the row from which each row continues. Such a row must continue from
+        itself: ``rows[rows[i]] == rows[i]``. On a mesh, both must be on the same devices.
+      since: int32[batch], the length of the prefix that each row has in common with all rows from
+        which it may continue.
 
     Returns:
       The cache. Paged rows share their full pages. A row for which the pool has no page becomes
-      empty, with the status ``OUT_OF_PAGES``.
+      empty and gets the status ``OUT_OF_PAGES``.
     """
     mesh_sharding = cache.mesh_sharding
     local = rows % (cache.batch if mesh_sharding is None else cache.batch // mesh_sharding.rows)
@@ -299,7 +303,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
         cache, allocated = fork_pages(cache, local)
     groups, layers = [(layer.policy, layer.stack) for layer in cache.layers], list(cache.layers)
     for group in dict.fromkeys(groups):
-        # Identical layers share a loop, since each loop is compiled separately.
+        # Identical layers use one loop, because each loop is compiled separately.
         entries = [n for n, other in enumerate(groups) if other == group]
         branched = _branch_layers([layers[n] for n in entries], local, cache.length, since)
         for n, layer in zip(entries, branched, strict=True):
@@ -324,13 +328,14 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
 def _branch_layers(
     layers: list[LayerCache], rows: PerRow, length: PerRow, since: PerRow
 ) -> list[LayerCache]:
-    """``branch_rows`` for layers with one policy: changes the arrays of rows, but not the pools."""
+    """Do the work of ``branch_rows`` for layers with the same policy. This changes the arrays of
+    rows, but not the pools."""
     policy, stack = layers[0].policy, layers[0].stack
     paged, mesh_sharding = policy.page_group is not None, policy.placement.mesh_sharding
     arrays = [(() if paged else (x.keys, x.values), x.tail, x.low) for x in layers]
     first, last = jnp.zeros_like(length), jnp.full_like(length, UNLIMITED)
     if policy.layout.window is None and policy.placement.parts == 1:
-        # Slots are in order of positions, so only those from `since` on differ.
+        # Slots are in the order of positions, so only slots from `since` on differ.
         units = policy.split.flushed if policy.has_tail else lambda tokens: tokens
         first, last = units(since), units(length)
 
@@ -374,7 +379,7 @@ def _copy_rows(
 ) -> PyTree:
     """Copy the units ``first`` to ``last`` of each row's source ``rows[row]`` to the row, in place.
 
-    ``stores`` are arrays [batch, ...], or of a stack [layers, batch, ...]. Each copy moves up to
+    ``stores`` are arrays [batch, ...], or [layers, batch, ...] for a stack. Each copy moves up to
     ``size`` units.
     """
     before = stores

@@ -45,7 +45,7 @@ class ModelWithParams(Protocol):
 
 
 def fingerprint(model: ModelWithParams | str | None) -> str | None:
-    """A short hash of a model's config and weights; a string or None is returned unchanged.
+    """Return a short hash of a model's config and weights. A string or None is returned unchanged.
 
     It includes two checksums of the bits of each weight. They are integer sums, so they are the
     same on all devices and meshes, and no weight is moved.
@@ -61,7 +61,7 @@ def fingerprint(model: ModelWithParams | str | None) -> str | None:
 
 @jax.jit
 def _checksums(x: Array) -> Array:
-    """uint32[2]: the sum of an array's bit patterns, and their sum weighted by position.
+    """Return uint32[2]: the sum of an array's bit patterns, and their sum weighted by position.
 
     Both are modulo 2**32. The weights are odd.
     """
@@ -91,27 +91,28 @@ def save_cache(
     tokens: Sequence[Sequence[int]] | None = None,
     wait: bool = True,
 ) -> PendingSave:
-    """Save a cache to a folder, in its stored form: quantized layers stay quantized.
+    """Save a cache to a folder, in its stored form, so quantized layers stay quantized.
 
     Only the filled part of each layer is written. The folder is replaced atomically: if the writer
-    is stopped, the folder holds the old or the new cache.
+    is stopped, the folder contains the old or the new cache.
 
     Args:
-      path: the folder; it must not exist, be empty, or have been written by this function.
-      cache: the cache; it is not changed. A cache on a mesh is moved to the default device first if
-        slots or pools are divided. A stacked cache is saved unstacked: ``stack`` it after loading.
+      path: the folder. It must be new, empty, or written by this function before.
+      cache: the cache. It is not changed. A cache on a mesh is first moved to the default device if
+        slots or pools are divided. A stacked cache is saved unstacked. Call ``stack`` after loading
+        it.
       model: the cache's model, or a name for its weights, which ``load_cache`` compares.
-      tokens: the tokens of each row. The cache may lack the last ones
+      tokens: the tokens of each row. The cache may lack the last of them
         (``GenerationResult.pending_tokens``).
       wait: whether to wait until the folder is written. Otherwise a second thread writes it, and
         you must call ``wait()`` on the result before the program ends.
 
     Raises:
       ValueError: if a row has fewer ``tokens`` than the cache; if the cache's arrays have been
-        donated or deleted, a call on it is unfinished, or other processes hold a part of it; inside
-        ``jit``.
+        donated or deleted, a call on it is unfinished, or other processes have a part of it; or
+        inside ``jit``.
       CacheOverflowError: if ``check`` raises it for the cache.
-      CheckpointError: if ``path`` is a file, or a folder that holds anything but a saved cache.
+      CheckpointError: if ``path`` is a file, or a folder that contains anything but a saved cache.
 
     Example:
       ```python
@@ -145,7 +146,8 @@ def save_cache(
 
 
 def _on_one_device(cache: KVCache) -> KVCache:
-    """The cache under single-device policies; arrays with the same layout there are not moved."""
+    """Give a cache single-device policies. Arrays that have the same layout on one device are not
+    moved."""
     mesh_sharding = cache.mesh_sharding
     if mesh_sharding is None:
         return cache
@@ -169,13 +171,13 @@ def _on_one_device(cache: KVCache) -> KVCache:
 
 
 def _settings(cache: KVCache) -> tuple[object, ...]:
-    """The static fields of a cache."""
+    """Return the static fields of a cache."""
     layers = tuple((x.policy, x.kv_heads, x.head_dim, x.window) for x in cache.layers)
     return layers, cache.sources, cache.positions, cache.rotary_len, cache.budget
 
 
 def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
-    """The filled part of a cache's arrays by name, on the host."""
+    """Return the filled part of a cache's arrays by name, on the host."""
     arrays: dict[str, Any] = {
         "length": cache.length,
         "written": cache.written,
@@ -200,12 +202,12 @@ def _arrays(cache: KVCache) -> dict[str, np.ndarray]:
             body = jax.tree.map(functools.partial(jnp.take, indices=pages, axis=0), body)
         for number, x in enumerate(jax.tree.leaves((body, layer.tail, layer.low))):
             arrays[f"layer {entry} {number}"] = x
-    # Copies, because a second thread writes them while the cache may be donated.
+    # Make copies, because a second thread writes them while the cache may be donated.
     return {name: np.array(x) for name, x in fetch(arrays).items()}
 
 
 def _filled(cache: KVCache, entry: int) -> int:
-    """Number of units of a layer's body up to the last written one."""
+    """Return the number of units of a layer's body up to the last written one."""
     policy = cache.layers[entry].policy
     written = jnp.maximum(cache.length, cache.written[:, entry])
     units = policy.split.flushed(written) if policy.has_tail else written
@@ -213,7 +215,7 @@ def _filled(cache: KVCache, entry: int) -> int:
 
 
 class SavedCache(NamedTuple):
-    """The result of ``load_cache``: the cache, and the tokens saved with it or None.
+    """The result of ``load_cache``: the cache, and the tokens that were saved with it, or None.
 
     Example:
       ```python
@@ -237,19 +239,21 @@ def load_cache(
 ) -> SavedCache:
     """Load a cache that ``save_cache`` has written, on this or another machine.
 
-    On the same type of device and with the same ``max_len``, it is identical bit for bit. CPUs and
-    accelerators store some numbers in different forms; these are converted without loss.
+    On the same type of device and with the same ``max_len``, it is bitwise identical to the saved
+    cache. CPUs and accelerators store some numbers in different forms, which are converted without
+    loss.
 
     Args:
       path: the folder.
-      model: the model that the cache will be used with, or the name given to ``save_cache``.
-      max_len: new capacity in tokens per row; by default the saved one. Rings have no capacity.
-      mesh: a mesh to put the cache on; by default it is on one device.
+      model: the model with which the cache will be used, or the name given to ``save_cache``.
+      max_len: the new capacity in tokens per row; by default the saved one. Rings have no capacity.
+      mesh: the mesh on which the cache is put. By default it is on one device.
 
     Raises:
-      CheckpointError: if the folder holds no cache, or a cache of another model, or if a file was
-        truncated or modified.
-      ValueError: if ``max_len`` is less than the saved capacity; as ``grow`` and ``migrate``.
+      CheckpointError: if the folder contains no cache, the cache belongs to a different model, or a
+        file was truncated or modified.
+      ValueError: if ``max_len`` is less than the saved capacity, or for the same reasons as
+        ``grow`` and ``migrate``.
 
     Example:
       ```python
@@ -285,7 +289,7 @@ def load_cache(
 
 
 def _restore(settings: tuple[Any, ...], arrays: dict[str, np.ndarray], max_len: int) -> KVCache:
-    """The cache with these static fields and arrays, in the form of the current device.
+    """Restore a cache from static fields and arrays, in the form of the current device.
 
     A growing cache may grow to at least ``max_len``.
     """
@@ -357,7 +361,7 @@ def _pad_to(filled: np.ndarray, like: jax.ShapeDtypeStruct) -> np.ndarray:
 
 
 def _restore_pool(pages: int, table: np.ndarray) -> PageAllocator:
-    """The pool of a page table that uses the first pages."""
+    """Restore the pool for a page table that uses the first pages."""
     refs = np.bincount(table[table >= 0], minlength=pages).astype(np.int32)
     free = np.flatnonzero(refs == 0)[::-1]
     stack = np.zeros(pages, np.int32)

@@ -24,10 +24,11 @@ _T = TypeVar("_T")
 
 @automatic_axes
 def stack(cache: KVCache) -> KVCache:
-    """Stack the arrays of identical layers: [layers, batch, kv_heads, max_len, head_dim] each.
+    """Stack the arrays of identical layers into arrays [layers, batch, kv_heads, max_len,
+    head_dim].
 
     Models that loop over their layers with ``lax.scan`` need a stacked cache. All arrays are
-    copied; ``init_cache(..., stacked=True)`` creates a stacked cache directly.
+    copied. ``init_cache(..., stacked=True)`` creates a stacked cache directly.
 
     Layers are identical if they have the same policy, number of heads, head dimension and window.
     If all layers form one stack, a layer index may be traced. If there are several stacks, a layer
@@ -36,8 +37,8 @@ def stack(cache: KVCache) -> KVCache:
 
     Raises:
       ValueError: if a layer reads another layer's keys, the policy is ``policy("auto")``, or
-        identical layers hold different tokens, for example after converting one of them (if traced:
-        the status ``LOST``).
+        identical layers have different tokens, for example after converting one of them. If lengths
+        are traced, different tokens give the status ``LOST`` instead.
 
     Example:
       ```python
@@ -74,7 +75,7 @@ def stack(cache: KVCache) -> KVCache:
 
 @automatic_axes
 def unstack(cache: KVCache) -> KVCache:
-    """Give every layer arrays of its own again. All arrays are copied.
+    """Undo ``stack``, so that every layer has its own arrays. All arrays are copied.
 
     Example:
       ```python
@@ -93,10 +94,10 @@ def unstack(cache: KVCache) -> KVCache:
 def layer_by_layer(
     operation: Callable[Concatenate[KVCache, _P], _T],
 ) -> Callable[Concatenate[KVCache, _P], _T]:
-    """Let an operation that copies its cache accept stacked caches.
+    """Decorate an operation that copies its cache so that it accepts stacked caches.
 
-    A stacked cache is unstacked first. The result is stacked again if it is a cache or a tuple that
-    begins with one. This costs two more copies, and the argument is not used up.
+    A stacked cache is unstacked first. The result is stacked again if it is a cache, or a tuple
+    that begins with a cache. This needs two more copies, and the argument's arrays are not deleted.
     """
 
     @functools.wraps(operation)
@@ -122,7 +123,7 @@ def _unstack_layer(layer: LayerCache, index: int) -> LayerCache:
 
 
 def _to_placement(near: LayerCache) -> LayerCache:
-    """Move the body of a layer or a stack to where its policy places it."""
+    """Move the body of a layer or a stack to the memory that its policy chooses."""
     placement = near.policy.placement
     if placement.mesh_sharding is not None or not is_traced(jax.tree.leaves(near)[0]):
         return near.placed()

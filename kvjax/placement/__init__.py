@@ -1,1 +1,1 @@
-"""Where arrays live: on a device, on the host, over a mesh, within a budget."""
+"""Placement of arrays: on a device, on the host, over a mesh, within a budget."""

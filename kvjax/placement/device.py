@@ -28,9 +28,9 @@ _T = TypeVar("_T")
 class Device:
     """Arrays in the memory of the default device, or of the devices of a mesh.
 
-    ``mesh_sharding``: the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate``
-    set. ``compute_target``: the kind of device that computes with the arrays, set when a cache is
-    made.
+    ``mesh_sharding`` is the sharding over a mesh, which ``init_cache(..., mesh=)`` and ``migrate``
+    set. ``compute_target`` is the kind of device that computes with the arrays. It is set when a
+    cache is created.
 
     Example:
       ```python
@@ -47,11 +47,11 @@ class Device:
 
     needs_tail: ClassVar[bool] = False
     """Whether the newest tokens are kept in a tail on the device, and only whole blocks are moved
-    to where the body is."""
+    to the body's memory."""
 
     @property
     def memory_kind(self) -> str | None:
-        """JAX's name for the kind of memory of a body; None for the device's own."""
+        """JAX's name for the kind of memory of a body; None for the device's default memory."""
         return None
 
     @property
@@ -61,7 +61,7 @@ class Device:
 
     @property
     def ahead(self) -> int:
-        """How many layers in advance a whole body is fetched to the device; 0 for never."""
+        """How many layers in advance whole bodies are fetched to the device; 0 if they are not."""
         return 0
 
     @property
@@ -70,31 +70,32 @@ class Device:
         return 1 if self.mesh_sharding is None else self.mesh_sharding.parts
 
     def shard(self) -> Shard | None:
-        """This device's shard of the slots, inside ``MeshSharding.run``; None if it has all."""
+        """Return this device's shard of the slots, inside ``MeshSharding.run``; None if it has all
+        slots."""
         if self.mesh_sharding is None or self.parts == 1:
             return None
         return Shard(self.mesh_sharding.index(SEQUENCE), self.parts)
 
     def on_mesh(self, mesh_sharding: MeshSharding | None) -> Self:
-        """The same placement over a mesh, or over one device."""
+        """Return the same placement over a mesh, or on one device."""
         return replace(self, mesh_sharding=mesh_sharding, compute_target=None)
 
     def like(self, other: "Device") -> Self:
-        """The same placement on the devices of ``other``."""
+        """Return the same placement on the devices of ``other``."""
         return replace(self, mesh_sharding=other.mesh_sharding, compute_target=other.compute_target)
 
     def with_target(self) -> Self:
-        """The same placement with ``compute_target`` set."""
+        """Return the same placement with ``compute_target`` set."""
         return replace(self, compute_target=self.target())
 
     def target(self) -> Target:
-        """The kind of device that computes with the arrays."""
+        """Return the kind of device that computes with the arrays."""
         if self.compute_target is not None:
             return self.compute_target
         return current_target() if self.mesh_sharding is None else self.mesh_sharding.target
 
     def platform(self) -> str:
-        """The platform that computes with the arrays: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
+        """Return the platform that computes with the arrays: ``"cpu"``, ``"gpu"`` or ``"tpu"``."""
         return self.target().platform
 
     def put(self, tree: PyTree) -> PyTree:
@@ -111,21 +112,22 @@ class Device:
         return self.mesh_sharding.put(tree, self.mesh_sharding.token_spec)
 
     def store(self, body: _T, orders: Orders) -> _T:
-        """Move the arrays of a body, which have these ``orders``, to where bodies are stored."""
+        """Move the arrays of a body to the memory for bodies. ``orders`` are their storage
+        orders."""
         if self.mesh_sharding is not None:
             return self.mesh_sharding.put_bodies(body, orders)
         return self.put(body)
 
     def near(self, part: _T, after: Sequence[jax.Array | np.ndarray] | None = None) -> _T:
-        """Move a part of a body to device memory, to compute with it. Works inside ``jit``.
+        """Move a part of a body to device memory, to compute with it. This works inside ``jit``.
 
-        ``after``: the keys of a call and the rows' lengths; inside ``jit`` the move does not start
-        before they are computed.
+        ``after`` has the keys of a call and the rows' lengths. Inside ``jit``, the move starts only
+        after they are computed.
         """
         return part
 
     def far(self, part: _T) -> _T:
-        """Move a part of a body to where bodies are stored. Works inside ``jit``."""
+        """Move a part of a body to the memory for bodies. This works inside ``jit``."""
         return part
 
 
@@ -137,23 +139,24 @@ def check_placement(placement: object) -> Device:
 
 
 def on_device_of(array: jax.Array) -> AbstractContextManager[object]:
-    """A context in which ``array``'s device is the default, if it is on one device."""
+    """Return a context in which the device of ``array`` is the default device, if ``array`` is on
+    one device."""
     devices = array.devices()
     return nullcontext() if len(devices) > 1 else jax.default_device(next(iter(devices)))
 
 
 @dataclass(frozen=True)
 class Host(Device):
-    """The body in pinned host memory; the tail, and all computation, on the device.
+    """The body is in pinned host memory. The tail and all computation are on the device.
 
     A block is moved to the host once, when it leaves the tail. Inside a donated, jitted step,
     updates are in place. Gradients do not flow through such a cache.
 
-    ``prefetch``: with 0, attention fetches the filled blocks one after another, so that at most one
-    is on the device. With ``k``, the whole body of layer ``i + k``, filled or not, is fetched while
-    layer ``i`` is computed, and up to ``k + 1`` bodies are on the device. This is meant for
-    accelerators, and has no effect on stacks. It is not measured whether accelerators overlap
-    these copies with computation; the TPU compiler puts them inside a conditional.
+    With ``prefetch=0``, attention fetches the filled blocks one after another, so that at most one
+    is on the device. With ``prefetch=k``, the whole body of layer ``i + k``, filled or not, is
+    fetched while layer ``i`` is computed. Up to ``k + 1`` bodies are then on the device. This is
+    meant for accelerators, and has no effect on stacks. We have not measured whether accelerators
+    overlap these copies with computation. The TPU compiler puts the copies inside a conditional.
 
     Example:
       ```python
@@ -180,12 +183,12 @@ class Host(Device):
         return self.prefetch
 
     def store(self, body: _T, orders: Orders) -> _T:
-        if self.memory_kind is None:  # callers delete the old arrays, so make new ones
+        if self.memory_kind is None:  # callers delete the old arrays, so create new ones
             body = jax.device_put(body, may_alias=False)
         if self.mesh_sharding is not None:
             return self.mesh_sharding.put_bodies(body, orders, self.memory_kind)
         if not jax.sharding.get_abstract_mesh().empty and is_traced(jnp.zeros(())):
-            # The user's ``jax.shard_map`` or ``jax.set_mesh`` decides which devices these are.
+            # The user's ``jax.shard_map`` or ``jax.set_mesh`` decides which devices are used.
             return self.far(body)
         sharding = SingleDeviceSharding(default_device(), memory_kind=self.memory_kind)
         return jax.device_put(body, sharding)
@@ -195,8 +198,9 @@ class Host(Device):
             return part
         if after is None or not is_traced(after[0]):
             return _fetched(part)
-        # Compilers remove an optimization barrier, or copy on the host for it, and would fetch all
-        # layers at once. This condition is always true, but they can't know that.
+        # With an optimization barrier instead, compilers would remove it or copy on the host, and
+        # fetch all layers at the same time. This condition is always true, but compilers can't know
+        # this.
         ready = (after[0].ravel()[0] == 0) | (after[1].ravel()[0] >= 0)
         empty = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype))
         return control_flow.cond(ready, _fetched, empty, part)
@@ -210,13 +214,16 @@ def _fetched(part: _T) -> _T:
 
 
 _REFILL = 0.75
-"""A layer returns from the host only if the memory is then at most this full, so that the next
-tokens do not send it back."""
+"""A layer returns from the host only if at most this fraction of the memory is then in use. So the
+next tokens do not send it back."""
 
 
 class LayerBytes(NamedTuple):
-    """Bytes of a layer. ``device``: on the device, if it is stored there. ``tail``, ``host``: on
-    the device and on the host, if it is stored on the host. ``grows``: whether it may grow."""
+    """The bytes of a layer.
+
+    ``device`` is its size if it is stored on the device. If it is stored on the host, ``tail`` is
+    its size on the device, and ``host`` its size on the host. ``grows`` says whether it may grow.
+    """
 
     device: int
     tail: int
@@ -226,10 +233,10 @@ class LayerBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class Budget:
-    """Device memory that a cache may use, in bytes, and where layers are stored that exceed it.
+    """The device memory that a cache may use, in bytes, and the placement of layers that exceed it.
 
-    A layer that moves or grows exists twice for a moment. So if layers on the device may grow,
-    space for the largest of them is kept free.
+    While a layer moves or grows, it exists twice. So if layers on the device may grow, space for
+    the largest of them is kept free.
     """
 
     memory: int
@@ -244,15 +251,16 @@ class Budget:
             )
 
     def offloaded(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> frozenset[int]:
-        """The layers that must be on the host to keep to the budget. Later layers leave first.
+        """Return the layers that must be on the host to stay within the budget. Later layers leave
+        first.
 
         Args:
           sizes: the bytes of each layer.
-          out: the layers that are on the host now. The first of them return to the device if a
-            quarter of the memory stays free.
+          out: the layers that are on the host at present. The first of them return to the device if
+            a quarter of the memory stays free.
 
         Raises:
-          ValueError: if the device can't hold the tails of all layers.
+          ValueError: if the tails of all layers do not fit on the device.
         """
         chosen = set(out)
         while self._taken(sizes, chosen) > self.memory:
@@ -270,7 +278,7 @@ class Budget:
         return frozenset(chosen)
 
     def _taken(self, sizes: Sequence[LayerBytes], out: Collection[int]) -> int:
-        """Bytes of the device with the layers ``out`` on the host."""
+        """Return the bytes that are used on the device if the layers ``out`` are on the host."""
         on_device = [size for n, size in enumerate(sizes) if n not in out]
         on_host = [size for n, size in enumerate(sizes) if n in out]
         free = max((size.device for size in on_device if size.grows and _leaves(size)), default=0)
@@ -279,8 +287,8 @@ class Budget:
 
 
 def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
-    """The most bytes of the device that prefetched bodies take. ``bodies``: the bytes and the
-    placement of each."""
+    """Return the maximum bytes that prefetched bodies need on the device. ``bodies`` has the bytes
+    and the placement of each body."""
     most = max((placement.ahead for _, placement in bodies), default=0)
     fetched = sorted((size for size, placement in bodies if placement.ahead), reverse=True)
     return sum(fetched[: most + 1])

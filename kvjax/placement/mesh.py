@@ -1,4 +1,4 @@
-"""Meshes of devices, and how a cache is sharded over one."""
+"""Meshes of devices, and the sharding of a cache over a mesh."""
 
 import functools
 import math
@@ -20,21 +20,21 @@ from kvjax.core.validation import ArgumentError, as_int, is_traced
 from kvjax.placement.order import Order, Orders
 
 DATA, TENSOR, SEQUENCE = AXES = ("data", "tensor", "sequence")
-"""The axes that divide the rows, the heads and the slots."""
+"""The mesh axes: they divide the rows, the heads and the slots."""
 _STAGES = ("stage", "stages", "pipe", "pipeline", "pp")
 
 
 def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any = None) -> Mesh:
-    """A mesh for ``init_cache``, ``models.load`` and ``generate``.
+    """Create a mesh for ``init_cache``, ``models.load`` and ``generate``.
 
     Args:
-      data: devices along which the rows of a batch are divided.
-      tensor: devices along which heads and weights are divided. If the model has fewer key-value
-        heads, devices hold copies of them.
-      sequence: devices along which the slots of a row are divided, for sequences that do not fit in
-        one device's memory.
-      devices: the devices; by default the first of ``jax.devices()``. Or the name of a kind of
-        device to compile for, such as ``"v5e"`` or ``"h200"``, which need not be present.
+      data: the number of devices among which the rows of a batch are divided.
+      tensor: the number of devices among which heads and weights are divided. If the model has
+        fewer key-value heads, several devices have the same head.
+      sequence: the number of devices among which the slots of a row are divided, for sequences that
+        do not fit in one device's memory.
+      devices: the devices; by default the first of ``jax.devices()``. It may also be the name of a
+        type of target device, such as ``"v5e"`` or ``"h200"``, which need not be attached.
 
     Raises:
       ValueError: if a number is not a positive integer, there are too few devices, or ``devices``
@@ -80,7 +80,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     """Parse ``data=2,tensor=4`` into the arguments of ``make_mesh``.
 
     Raises:
-      ValueError: if ``text`` has another form, or names another axis.
+      ValueError: if ``text`` does not have this form, or names an unknown axis.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -108,7 +108,7 @@ def refuse_axis(name: object) -> None:
 
 SpecOf = Callable[[tuple[int, ...]], PartitionSpec]
 COPIES = "copies"
-"""The axis of a ``MeshSharding`` along which devices hold the same key-value heads."""
+"""The axis of a ``MeshSharding`` along which devices have the same key-value heads."""
 
 _T = TypeVar("_T")
 
@@ -120,9 +120,9 @@ class MeshSharding:
     ``data`` divides the rows, ``tensor`` the heads, and ``sequence`` the slots. Functions of the
     arrays run on each device's shard (``jax.shard_map``), with the same code as on one device.
 
-    ``mesh``: a ``Mesh``, or an ``AbstractMesh`` for planning. Its ``tensor`` axis is split in two:
-    ``tensor``, which divides the key-value heads, and ``copies``, along which devices hold the same
-    heads.
+    ``mesh`` is a ``Mesh``, or an ``AbstractMesh`` for planning. The user's ``tensor`` axis is split
+    into two axes: ``tensor``, which divides the key-value heads, and ``copies``, along which
+    devices have the same heads.
     """
 
     mesh: Mesh | AbstractMesh
@@ -141,22 +141,22 @@ class MeshSharding:
 
     @property
     def rows(self) -> int:
-        """Shards of the rows."""
+        """The number of shards of the rows."""
         return self.size(DATA)
 
     @property
     def heads(self) -> int:
-        """Shards of the key-value heads."""
+        """The number of shards of the key-value heads."""
         return self.size(TENSOR)
 
     @property
     def copies(self) -> int:
-        """Devices that hold the same key-value heads."""
+        """The number of devices that have the same key-value heads."""
         return self.size(COPIES)
 
     @property
     def parts(self) -> int:
-        """Shards of the slots."""
+        """The number of shards of the slots."""
         return self.size(SEQUENCE)
 
     @property
@@ -172,8 +172,8 @@ class MeshSharding:
         return target_of(self.mesh.devices.flat[0])
 
     def spec(self, *axes: str | tuple[str, ...] | None) -> PartitionSpec:
-        """A ``PartitionSpec`` in the form that compiled programs return: without axes of size 1 and
-        without trailing ``None``."""
+        """Make a ``PartitionSpec`` in the form that compiled programs return: without axes of size
+        1 and without trailing ``None``."""
         names = [(axis,) if isinstance(axis, str) else axis or () for axis in axes]
         real = [tuple(name for name in entry if self.size(name) > 1) for entry in names]
         while real and not real[-1]:
@@ -181,40 +181,42 @@ class MeshSharding:
         return PartitionSpec(*(entry[0] if len(entry) == 1 else entry or None for entry in real))
 
     def sharding(self, spec: PartitionSpec, kind: str | None = None) -> NamedSharding:
-        """The sharding for a spec, in a kind of memory, by default the devices' own."""
+        """Return the sharding for a spec, in a kind of memory. The default is the devices' default
+        memory."""
         if kind is None and isinstance(self.mesh, Mesh):
             device, *_ = self.mesh.local_devices or self.mesh.devices.flat
             kind = default_memory_kind(device)
         return NamedSharding(self.mesh, spec, memory_kind=kind)
 
     def row_spec(self, shape: tuple[int, ...] = (1,)) -> PartitionSpec:
-        """The spec of an array [batch, ...]; scalars are replicated."""
+        """Return the spec of an array [batch, ...]. Scalars are replicated."""
         return self.spec(DATA) if shape else PartitionSpec()
 
     def batch_spec(self, shape: tuple[int, ...], batch: int) -> PartitionSpec:
-        """The spec of an array that may be [batch, ...]; others are replicated."""
+        """Return the spec of an array. If its first axis is not ``batch``, it is replicated."""
         return self.spec(DATA) if shape[:1] == (batch,) else PartitionSpec()
 
     def token_spec(self, shape: tuple[int, ...] = ()) -> PartitionSpec:
-        """The spec of keys or values [batch, kv_heads, new, head_dim], and of a tail."""
+        """Return the spec of keys or values [batch, kv_heads, new, head_dim], and of a tail."""
         return self.spec(DATA, TENSOR)
 
     def query_spec(self, heads: int, kv_heads: int) -> PartitionSpec:
-        """The spec of queries [batch, heads, new, head_dim]. Devices that hold the same key-value
-        head divide its query heads if that is even; otherwise each has all of them."""
+        """Return the spec of queries [batch, heads, new, head_dim]. Devices that have the same
+        key-value head divide its query heads if they can be divided evenly. Otherwise each has all
+        of them."""
         even = kv_heads == self.heads and self.divides(heads)
         return self.spec(DATA, (TENSOR, COPIES) if even else TENSOR)
 
     def divides(self, heads: int) -> bool:
-        """Whether all devices can have the same number of query heads."""
+        """Return whether all devices can have the same number of query heads."""
         return heads % (self.heads * self.copies) == 0
 
     def body_specs(self, body: PyTree, orders: Orders) -> PyTree:
-        """The specs of the arrays of a body, whose axes of slots ``orders`` name. Arrays that the
-        heads share are not divided along ``tensor``."""
+        """Return the specs of the arrays of a body. ``orders`` say which axis of each has the
+        slots. Arrays that all heads share are not divided along ``tensor``."""
 
         def one(x: jax.Array, order: Order) -> PartitionSpec:
-            if order.axis == 1:  # heads come after it
+            if order.axis == 1:  # the axis of heads follows
                 return self.spec(DATA, SEQUENCE, TENSOR if order.separate_heads else None)
             between = [None] * (order.axis - 2)
             return self.spec(DATA, TENSOR if x.shape[1] > 1 else None, *between, SEQUENCE)
@@ -234,8 +236,8 @@ class MeshSharding:
             )
 
     def put(self, tree: PyTree, spec: SpecOf, kind: str | None = None) -> PyTree:
-        """Put a pytree of arrays on the mesh, with ``spec`` of their shapes. Works inside
-        ``jit``."""
+        """Put a pytree of arrays on the mesh. ``spec`` is called with the shape of each. This works
+        inside ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 
@@ -270,16 +272,16 @@ class MeshSharding:
             return mapped(*args)
 
     def index(self, axis: str) -> Any:
-        """This device's index along an axis, inside ``run``; 0 if the axis has size 1."""
+        """Return this device's index along an axis, inside ``run``; 0 if the axis has size 1."""
         return jax.lax.axis_index(axis) if self.size(axis) > 1 else 0
 
     def size(self, axis: str) -> int:
-        """The size of an axis; 1 if the mesh does not have it."""
+        """Return the size of an axis; 1 if the mesh does not have it."""
         return self.mesh.shape.get(axis, 1)
 
 
 def shard_over(mesh: Mesh | AbstractMesh, kv_heads: int) -> MeshSharding:
-    """The sharding of a model with ``kv_heads`` key-value heads over a mesh.
+    """Return the sharding of a model with ``kv_heads`` key-value heads over a mesh.
 
     Raises:
       ValueError: if ``mesh`` is not a mesh, has axes other than ``data``, ``tensor`` and

@@ -1,14 +1,14 @@
 """Storage orders: how a device arranges the arrays of a store.
 
 A codec defines its store as arrays [batch, kv_heads, units, ...], where a unit is a token or a
-block. An ``Order`` maps such an array to the shape that is kept in memory, and back. Everywhere but
-on TPUs the two are the same (``AS_IS``).
+block. An ``Order`` converts such an array to the shape that is stored in memory, and back. On all
+platforms except TPUs, the two are the same (``AS_IS``).
 
 TPU memory is tiled: 128 lanes along the last axis, and 8 to 32 rows along the axis before it. XLA
 pads both axes to whole tiles. The small trailing axes of a quantized store, such as the scales of a
-block, would waste most of the memory. The orders for TPUs avoid the padding: blocks follow one
-another without an axis of their own, rows narrower than the lanes are folded side by side, and
-scales that tokens have run along the lanes.
+block, would waste most of the memory. The orders for TPUs avoid the padding. Blocks are
+concatenated, without a separate axis of blocks. Rows that are narrower than the lanes are stored
+side by side (folded). Scales per token are stored along the lanes.
 """
 
 import functools
@@ -31,29 +31,30 @@ HasShape = Array | jax.ShapeDtypeStruct
 Orders = Any
 """A pytree of orders with the structure of a store."""
 Row = Array | tuple[Array, Array]
-"""The index of a row; for arrays [layers, ...], the indices of a layer and of its row."""
+"""The index of a row. For arrays [layers, ...], it is the index of a layer and the index of a
+row."""
 Move = Callable[[Array], Array]
-"""Moves an array to the device's memory."""
+"""A function that moves an array to the device's memory."""
 
 SUBLANES = 8
-"""Rows of a TPU tile of 32-bit numbers."""
+"""The number of rows of a TPU tile of 32-bit numbers."""
 LANES = 128
-"""Numbers in a row of a TPU tile."""
+"""The number of numbers in a row of a TPU tile."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """The storage order of one array of a store. This one stores the array unchanged.
+    """The storage order of one array of a store. This class stores the array unchanged.
 
-    ``axis``: the axis of the stored array along which units follow one another.
-    ``stride``: elements of that axis per unit.
+    ``axis`` is the axis of the stored array along which units are concatenated. ``stride`` is the
+    number of elements of this axis per unit.
     """
 
     axis: int = 2
     stride: int = 1
 
     separate_heads: ClassVar[bool] = False
-    """Whether the units come first and each head has its own tiles after them."""
+    """Whether the axis of units comes before the heads, and each head has separate tiles."""
     transposed: ClassVar[bool] = False
     """Whether tokens run along the last axis."""
     tileable: ClassVar[bool] = False
@@ -61,23 +62,23 @@ class Order:
 
     @property
     def fold(self) -> int:
-        """How many rows of channels are stored side by side in one row of lanes."""
+        """The number of rows of channels that are stored side by side in one row of lanes."""
         return 1
 
     @property
     def groups(self) -> int:
-        """Numbers per token, if they are stored along the lanes; otherwise 1."""
+        """The number of numbers per token, if they are stored along the lanes; otherwise 1."""
         return 1
 
     @property
     def min_units(self) -> int:
-        """The fewest units to write at once. The compiler would transpose the whole array to write
-        fewer rows than a tile has."""
+        """The minimum number of units to write together. To write fewer rows than a tile has, the
+        compiler would transpose the whole array."""
         return 1
 
     @property
     def alignment(self) -> int:
-        """A kernel's tile must be a multiple of this along ``axis``."""
+        """The size of a kernel's tile along ``axis`` must be a multiple of this."""
         return LANES if self.axis == 3 else SUBLANES
 
     def arrange(self, x: Array) -> Array:
@@ -89,7 +90,8 @@ class Order:
         return stored
 
     def slice_units(self, stored: Array, start: Array | int, size: int) -> Array:
-        """``size`` units of a stored array from ``start`` on, in the stored order."""
+        """Return ``size`` units of a stored array from the unit ``start`` on, in the stored
+        order."""
         return lax.dynamic_slice_in_dim(
             stored, start * self.stride, size * self.stride, axis=self.axis
         )
@@ -97,20 +99,22 @@ class Order:
     def slice_layer(
         self, stack: Array, layer: Array, start: Array | int, size: int, near: Move
     ) -> Array:
-        """``slice_units`` of one layer of a stack [layers, ...], moved by ``near``."""
+        """Do the work of ``slice_units`` for one layer of a stack [layers, ...]. ``near`` moves the
+        result."""
         place, shape = [jnp.int32(0)] * stack.ndim, [1, *stack.shape[1:]]
         place[0], place[1 + self.axis] = layer, jnp.asarray(start * self.stride, jnp.int32)
         shape[1 + self.axis] = size * self.stride
         return near(lax.dynamic_slice(stack, place, shape))[0]
 
     def slice_row(self, stored: Array, row: Row, start: Array, like: HasShape) -> Array:
-        """Units of one row from ``start`` on, in the stored order and in the shape of ``like``."""
+        """Return units of one row from the unit ``start`` on, in the stored order. The result has
+        the shape of ``like``."""
         stored, place = self._locate(stored, row, start)
         shape = (*[1] * (stored.ndim - like.ndim), *like.shape)
         return lax.dynamic_slice(stored, place, shape).reshape(like.shape)
 
     def update_row(self, stored: Array, row: Row, start: Array, units: Array) -> Array:
-        """Write ``units`` into one row from ``start`` on, in place."""
+        """Write ``units`` to one row from the unit ``start`` on, in place."""
         into, place = self._locate(stored, row, start)
         units = units.reshape(*[1] * (into.ndim - units.ndim), *units.shape)
         return lax.dynamic_update_slice(into, units, place).reshape(stored.shape)
@@ -119,16 +123,16 @@ class Order:
         """Select one of ``count`` subblocks of every block from a tile [kv_heads, ...].
 
         Returns:
-          Its rows, and which of the ``fold`` groups of lanes holds them.
+          The rows of the subblock, and which of the ``fold`` groups of lanes contains them.
         """
         return stored, 0
 
     def _locate(self, stored: Array, row: Row, start: Array) -> tuple[Array, tuple[Array, ...]]:
-        """The array to index, with layers and rows on one axis if necessary, and the index of a
-        row's units."""
+        """Return the array to index, with layers and rows on one axis if necessary, and the index
+        of a row's units in it."""
         if isinstance(row, tuple) and current_platform() == "tpu" and not self.tileable:
-            # With a separate axis of layers the TPU compiler would choose another memory layout.
-            # For a tileable order the layout is pinned.
+            # With a separate axis of layers, the TPU compiler would choose a different memory
+            # layout. For a tileable order, the layout is fixed.
             row = row[0] * stored.shape[1] + row[1]
             stored = stored.reshape(-1, *stored.shape[2:])
         place: list[Array] = [jnp.int32(0)] * stored.ndim
@@ -152,15 +156,15 @@ def restore(stores: _T, orders: Orders) -> _T:
 
 
 TILE = SUBLANES * LANES
-"""Numbers in a tile."""
+"""The number of numbers in a tile."""
 
 
 @functools.singledispatch
 def subblocks_of(codec: Codec) -> int:
-    """The number of subblocks of a block that share the rows of a codec's store.
+    """Return the number of subblocks of a block whose codes are in the same bytes.
 
-    The codes of several tokens may share a byte. Then a kernel reads a block one subblock after the
-    other: the n-th subblock has the n-th code of each byte.
+    A byte may contain the codes of several tokens. A kernel then reads a block one subblock after
+    another, where the n-th subblock has the n-th code of each byte.
     """
     return 1
 
@@ -178,8 +182,8 @@ def _(codec: CodecWrapper) -> int:
 
 @dataclass(frozen=True)
 class RowTiled(Order):
-    """Rows of channels, folded: [batch, kv_heads, units, rows, width] is stored as [batch,
-    kv_heads, units * rows / fold, fold * width].
+    """An order that folds rows of channels: [batch, kv_heads, units, rows, width] is stored as
+    [batch, kv_heads, units * rows / fold, fold * width].
 
     The rows of a unit are split into ``fold`` runs, which are stored side by side.
     """
@@ -214,8 +218,8 @@ class RowTiled(Order):
         return x.reshape(heads, -1, lanes), index // per_group
 
     def shared_rows(self, stored: Array, index: int, count: int) -> Array:
-        """Select the row of the ``index``-th of ``count`` subblocks, [kv_heads, units, width], from
-        rows that several tokens of a unit share, such as the scales of channels."""
+        """Select the row of the ``index``-th of ``count`` subblocks from rows that several tokens
+        of a unit share, such as scales per channel. Returns [kv_heads, units, width]."""
         heads, _, lanes = stored.shape
         row, per_group = index * self.rows // count, self.rows // self.fold
         rows = stored.reshape(heads, -1, per_group, lanes)[:, :, row % per_group]
@@ -224,8 +228,8 @@ class RowTiled(Order):
 
 @dataclass(frozen=True)
 class LaneTiled(Order):
-    """Numbers of tokens, along the lanes: [batch, kv_heads, units, rows, width] is stored as
-    [batch, kv_heads, subblocks * width, units * rows / subblocks]."""
+    """An order that stores numbers of tokens along the lanes: [batch, kv_heads, units, rows, width]
+    is stored as [batch, kv_heads, subblocks * width, units * rows / subblocks]."""
 
     tileable: ClassVar[bool] = True
     rows: int = 1
@@ -248,15 +252,16 @@ class LaneTiled(Order):
         return x.transpose(0, 1, 4, 2, 5, 3).reshape(batch, heads, -1, self.rows, self.width)
 
     def of_subblock(self, stored: Array, index: int) -> Array:
-        """The numbers of one subblock's tokens: [kv_heads, width, n] of stored [kv_heads,
-        subblocks * width, n]."""
+        """Select the numbers of one subblock's tokens, [kv_heads, width, n], from ``stored``
+        [kv_heads, subblocks * width, n]."""
         return stored[:, index * self.width : (index + 1) * self.width]
 
 
 @dataclass(frozen=True)
 class Transposed(Order):
-    """Tokens along the lanes: [batch, kv_heads, units, width] is stored as [batch, kv_heads, width,
-    units]. A TPU compiler chooses this order for rows narrower than the lanes in any case."""
+    """An order with tokens along the lanes: [batch, kv_heads, units, width] is stored as [batch,
+    kv_heads, width, units]. A TPU compiler chooses this order in any case for rows that are
+    narrower than the lanes."""
 
     transposed: ClassVar[bool] = True
 
@@ -269,11 +274,12 @@ class Transposed(Order):
 
 @dataclass(frozen=True)
 class PaddedTiles(Order):
-    """Whole tiles per unit, to be fetched from host memory: [batch, kv_heads, units, rows, width]
-    is stored as [batch, units, tiles, 8, 128], with zeros after a unit's numbers.
+    """An order with whole tiles per unit, for fetching units from host memory: [batch, kv_heads,
+    units, rows, width] is stored as [batch, units, tiles, 8, 128], with zeros after a unit's
+    numbers.
 
-    ``shape``: [kv_heads, rows, width]. ``separate_heads``: each head has its own tiles, so that the
-    devices of a mesh can divide the heads.
+    ``shape`` is [kv_heads, rows, width]. With ``separate_heads``, each head has separate tiles, so
+    that the devices of a mesh can divide the heads.
     """
 
     shape: tuple[int, ...] = ()
@@ -281,14 +287,14 @@ class PaddedTiles(Order):
 
     def arrange(self, x: Array) -> Array:
         batch, heads, units = x.shape[:3]
-        # Tiles of 8 rows even for 8-bit numbers: XLA would transpose taller ones to copy them, and
-        # the whole array with them.
+        # Tiles have 8 rows even for 8-bit numbers. To copy taller tiles, XLA would transpose them,
+        # and the whole array with them.
         x = x.swapaxes(1, 2).reshape(batch, units, heads if self.separate_heads else 1, -1)
         x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -x.shape[3] % TILE)))
         return x.reshape(batch, units, -1, SUBLANES, LANES)
 
     def restore(self, stored: Array) -> Array:
-        # Pinned: a copy between memories can't transpose as well.
+        # Fix the layout, because a copy between memories can't also transpose.
         stored = with_layout_constraint(stored, Layout(major_to_minor=tuple(range(stored.ndim))))
         batch, units, tiles = stored.shape[:3]
         heads, *unit = self.shape
@@ -298,7 +304,7 @@ class PaddedTiles(Order):
         x = stored.reshape(batch, units, pieces, -1)[..., :numbers]
         return x.reshape(batch, units, heads, *unit).swapaxes(1, 2)
 
-    # A TPU slices host memory along a single axis, so rows and units are joined first.
+    # A TPU slices host memory along a single axis, so the axes of rows and units are merged first.
 
     def slice_row(self, stored: Array, row: Row, start: Array, like: HasShape) -> Array:
         flat, begin = self._flatten(stored, row, start)
@@ -318,19 +324,20 @@ class PaddedTiles(Order):
         return jnp.stack(rows)
 
     def _flatten(self, stored: Array, row: Row, start: Array | int) -> tuple[Array, Array]:
-        """The units of all rows on one axis, and the index of a row's units there."""
+        """Merge the axes of rows and units. Returns the array, and the index of a row's units in
+        it."""
         *_, rows, units = stored.shape[:-3]
         number = row[0] * rows + row[1] if isinstance(row, tuple) else row
         return stored.reshape(-1, *stored.shape[-3:]), number * units + start
 
 
 def fold_of(head_dim: int) -> int:
-    """How many rows of ``head_dim`` channels fit side by side in the lanes."""
+    """Return how many rows of ``head_dim`` channels fit side by side in the lanes."""
     return LANES // head_dim if head_dim < LANES and LANES % head_dim == 0 else 1
 
 
 def slot_alignment(platform: str) -> int:
-    """The slots of a layer are a multiple of this.
+    """Return the number of which the slots of a layer must be a multiple.
 
     A TPU compiler transposes an array whose rows do not fill whole tiles, and copies it wherever
     the other order is needed. GPU kernels fetch whole tiles into shared memory.
@@ -339,8 +346,8 @@ def slot_alignment(platform: str) -> int:
 
 
 def block_alignment(platform: str, slots: int, block: int) -> int:
-    """The blocks of a layer are a multiple of this. On TPUs the scales of many blocks then fill
-    whole tiles; the codes of a block always do."""
+    """Return the number of which the blocks of a layer must be a multiple. On TPUs, the scales of
+    several blocks then fill whole tiles. The codes of a block always do."""
     if platform != "tpu":
         return 1
     return SUBLANES if slots >= SUBLANES * SUBLANES * block else SUBLANES // 2
@@ -356,17 +363,17 @@ def orders_of(
     heads: int | None = None,
     separate_heads: bool = False,
 ) -> Orders:
-    """The storage orders of a codec's arrays, as a pytree with the structure of its store.
+    """Return the storage orders of a codec's arrays, as a pytree with the structure of its store.
 
     Args:
-      platform: the platform that computes with them.
-      codec: resolved.
+      platform: the platform that computes with the arrays.
+      codec: the resolved codec.
       block: tokens per unit; None if each unit is one token.
       head_dim: channels per head.
-      subblocks: the number of subblocks that a kernel reads one after the other.
+      subblocks: the number of subblocks that a kernel reads one after another.
       heads: the number of key-value heads, for a store in host memory, from which whole units are
-        fetched.
-      separate_heads: whether devices divide those heads.
+        fetched; otherwise None.
+      separate_heads: whether devices divide the heads.
     """
     shape = (1, heads or 1, 1, block or MULTIPLE, head_dim)
     store = jax.eval_shape(functools.partial(codec.empty, shape))

@@ -27,16 +27,18 @@ def read_pages(
     size: int,
     layer: Array | None = None,
 ) -> Store:
-    """Units ``start`` to ``start + size - 1`` of every row, on the device: [batch, ...].
+    """Read units ``start`` to ``start + size - 1`` of every row. Returns arrays [batch, ...] on the
+    device.
 
     Args:
       stores: a pytree of arrays of pages, [pages, ...].
-      orders: the order in which each array is kept; the result is in the same.
-      placement: where the arrays are stored.
+      orders: the storage order of each array. The result has the same orders.
+      placement: the placement of the arrays.
       table: int32[batch, columns], the pages of each row.
-      page: units per page.
-      start, size: a part of one page, or whole pages; units count through the columns.
-      layer: int32[], the layer, if the arrays belong to a stack, [layers, pages, ...].
+      page: the number of units per page.
+      start, size: the range of units, which must be within one page or be whole pages. Units are
+        counted through the columns.
+      layer: int32[], the index of the layer, if the arrays are [layers, pages, ...].
     """
     count = max(size // page, 1)
     column = lax.dynamic_slice_in_dim(table, start // page, count, axis=1)
@@ -52,8 +54,9 @@ def read_pages(
 
 
 def fit_units(page: int, units: int, of: int) -> int:
-    """A number close to ``units``, and a multiple of ``of``, that divides a page or is a multiple
-    of one: reads of this size, at multiples of it, are within one page or of whole pages."""
+    """Return a number of units close to ``units`` that is a multiple of ``of``, and divides a page
+    or is a multiple of a page. Reads of this size, at multiples of it, are within one page or are
+    whole pages."""
     if units >= page:
         return units // page * page
     parts = (n for n in range(units, units // 2, -1) if page % n == 0 and n % of == 0)
@@ -63,7 +66,7 @@ def fit_units(page: int, units: int, of: int) -> int:
 def _gathered(
     store: Array, order: Order, pages: Array, begin: Array, length: int, layer: Array | None
 ) -> Array:
-    """One gather, whose result has the pages of each row concatenated."""
+    """Read pages with one gather. The result has the pages of each row concatenated."""
     batch, count = pages.shape
     leading = () if layer is None else (layer,)
     before = len(leading) + 1
@@ -86,7 +89,7 @@ def _gathered(
         collapsed_slice_dims=tuple(range(before)),
         start_index_map=(*range(before), axis + before - 1),
     )
-    # A column without a page holds no tokens. What is read there is masked.
+    # A column without a page has no tokens. The numbers that are read for it are masked.
     result = lax.gather(store, index, dims, (*[1] * before, *shape[1:]), mode="clip")
     return result.reshape(batch, *shape[1:axis], count * length, *shape[axis + 1 :])
 
@@ -100,8 +103,8 @@ def _one_by_one(
     length: int,
     layer: Array | None,
 ) -> Array:
-    """One slice for each page. Arrays in host memory can't be gathered, and a TPU's compiler would
-    transpose the whole pool for a gather."""
+    """Read pages with one slice per page. Arrays in host memory can't be gathered, and a TPU's
+    compiler would transpose the whole pool for a gather."""
     batch, count = pages.shape
     of_pages = store.shape if layer is None else store.shape[1:]
     axis, shape = order.axis, [1, *of_pages[1:]]
@@ -122,7 +125,8 @@ def _one_by_one(
 def copy_pages(
     stores: Store, orders: Orders, placement: Device, source: Array, target: Array
 ) -> Store:
-    """Copy pages ``source`` to ``target``, int32[n] each, -1 for none, in place.
+    """Copy each page in ``source`` (int32[n]) to the page at the same index in ``target``
+    (int32[n]), in place. Pairs of -1 are skipped.
 
     Pages are copied one after another. If there are none, nothing is read or written.
     """
@@ -145,8 +149,8 @@ def copy_pages(
 
 
 def to_pages(stores: Store, table: Array, page: int, pages: int) -> Store:
-    """Move rows, [batch, kv_heads, units, ...], into the pages that ``table``, int32[batch,
-    columns], names. ``page``: units per page; ``pages``: pages of the pool."""
+    """Move rows [batch, kv_heads, units, ...] into the pages in ``table`` (int32[batch, columns]).
+    ``page`` is the number of units per page, and ``pages`` the number of pages in the pool."""
     columns = table.shape[1]
     at = jnp.where(table >= 0, table, pages).ravel()
 
@@ -160,7 +164,8 @@ def to_pages(stores: Store, table: Array, page: int, pages: int) -> Store:
 
 
 def gather_pages(stores: Store, orders: Orders, placement: Device, pages: Array) -> Store:
-    """The contents of ``pages``, int32[n], on the device: [n, ...]; undefined for -1."""
+    """Return the contents of ``pages`` (int32[n]) on the device, [n, ...]. They are undefined for
+    entries of -1."""
 
     def one(store: Array, order: Order) -> Array:
         like = jax.ShapeDtypeStruct((1, *store.shape[1:]), store.dtype)
@@ -177,8 +182,8 @@ def gather_pages(stores: Store, orders: Orders, placement: Device, pages: Array)
 def scatter_pages(
     stores: Store, orders: Orders, placement: Device, pages: Array, contents: Store
 ) -> Store:
-    """Write ``contents``, as ``gather_pages`` returns them, to ``pages``, in place. ``pages``:
-    int32[n]; all -1 come last."""
+    """Write ``contents``, which have the form of the result of ``gather_pages``, to ``pages``
+    (int32[n]), in place. Entries of -1 must come last and are skipped."""
 
     def one(store: Array, order: Order, new: Array) -> Array:
         def write(number: Array, into: Array) -> Array:
@@ -193,10 +198,11 @@ def scatter_pages(
 def write_pages(
     into: Array, x: Array, run: Run, count: PerRow, table: Array, layer: Array | None
 ) -> Array:
-    """``write_rows`` for one run of paged slots, with one scatter."""
+    """Do the work of ``write_rows`` for one run of paged slots, with one scatter."""
     page, size = run_pages(table, run), min(x.shape[2], run.high)
     batch, pages = page.shape
-    # For each page: the first token of the call that belongs to it, and the unit it goes to.
+    # For each page, compute the first token of the call that belongs to it, and the unit to which
+    # this token is written.
     first = arange_row(pages) * run.high - run.start[:, None]
     origin = jnp.clip(-first, 0, run.high - size)
     tokens = (first + origin)[:, :, None] + arange_row(size)[None]
@@ -223,14 +229,15 @@ def write_pages(
 
 
 def run_pages(table: Array, run: Run) -> Array:
-    """int32[batch, pages]: the pages of each row that ``run`` writes to."""
+    """Return the pages of each row to which ``run`` writes, int32[batch, pages]."""
     assert run.columns is not None
     return jnp.take_along_axis(table, run.columns, 1, mode="fill", fill_value=-1)
 
 
 def scatter_units(into: Array, index: Array, new: Array) -> Array:
-    """Write units ``new``, [n, kv_heads, size, ...], in place. ``index``, int32[n, axes]: the row
-    (or the layer and the row) of each, and its first unit; out-of-range rows are dropped."""
+    """Write units ``new`` ([n, kv_heads, size, ...]) in place. ``index`` (int32[n, axes]) has the
+    row (or the layer and the row) of each entry, and its first unit. Out-of-range rows are
+    dropped."""
     before = index.shape[1] - 1
     where = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, new.ndim)),

@@ -27,23 +27,23 @@ def write_rows(
     table: Array | None = None,
     layer: Array | None = None,
 ) -> Array:
-    """Write ``x[:, :, :count]`` into the slots of each row that ``runs`` name, in place.
+    """Write ``x[:, :, :count]`` to the slots of each row that ``runs`` specify, in place.
 
     Args:
-      into: an array of a store, in the order in which the device keeps it.
+      into: an array of a store, in its storage order.
       x: new units, as a codec returns them.
-      runs: where they are written.
-      count: int32[batch], how many of them each row takes.
-      order: the order of ``into``.
+      runs: the slots to which they are written.
+      count: int32[batch], how many of the new units each row takes.
+      order: the storage order of ``into``.
       table: int32[batch, columns], the pages of each row, if ``into`` is an array of pages. Units
         for a page that does not exist are dropped.
-      layer: int32[], the layer, if ``into`` belongs to a stack, [layers, batch, ...].
+      layer: int32[], the index of the layer, if ``into`` is [layers, batch, ...].
     """
     platform, scatters = current_platform(), table is not None or layer is not None
     in_place = jax_0_10_indexes_in_place(platform) and jax_0_8_scatters_in_place(platform)
     if platform == "tpu" or (scatters and not in_place):
-        # A read of all rows at once, to keep their old content, makes the compiler choose another
-        # order of axes, and copy the whole array for it.
+        # Reading all rows together, to keep their old content, would make the compiler choose a
+        # different order of axes, and copy the whole array.
         return _row_by_row(into, x, runs, count, order, table, layer)
     for run in runs:
         if table is not None:
@@ -65,7 +65,7 @@ def write_rows(
 
 
 def _into_layer(into: Array, x: Array, run: Run, count: PerRow, layer: Array) -> Array:
-    """``write_rows`` for one run, into a layer of [layers, batch, ...]."""
+    """Do the work of ``write_rows`` for one run and one layer of an array [layers, batch, ...]."""
 
     def one(row: Array, x: Array, start: Array, skip: Array, count: Array) -> tuple[Array, Array]:
         origin, x, real = _window(run, x, start, skip, count)
@@ -92,10 +92,10 @@ def write_far(
     table: Array | None = None,
     layer: Array | None = None,
 ) -> tuple[Array, Array | None]:
-    """``write_rows`` into an array in host memory, and into its copy on the device, ``near``, if
-    there is one.
+    """Do the work of ``write_rows`` for an array in host memory, and for its copy on the device,
+    ``near``, if there is one.
 
-    Arrays in host memory do not support scatters, so rows are written one by one. If no row has
+    Arrays in host memory do not support scatters, so rows are written one at a time. If no row has
     anything to write, nothing is transferred.
     """
     for run in runs:
@@ -115,9 +115,11 @@ def _row_by_row(
     placement: Device | None = None,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` in a loop over rows. ``placement``: given if ``into`` is in host memory;
-    then nothing is transferred if no row has anything to write. ``copy``: the updated copy of
-    ``into`` on the device."""
+    """Do the work of ``write_rows`` in a loop over rows.
+
+    ``placement`` is given if ``into`` is in host memory. Nothing is then transferred if no row has
+    anything to write. ``copy`` is the updated copy of ``into`` on the device.
+    """
     moved: Any = () if placement is None else (placement.near, placement.far, copy)
     for run in runs:
 
@@ -128,7 +130,7 @@ def _row_by_row(
         rows = x.shape[0]
         if placement is not None:
             rows = jnp.where(jnp.any(count > run.skip), rows, 0)
-        # A constant trip count keeps it differentiable.
+        # A constant trip count keeps the loop differentiable.
         into = control_flow.fori_loop(0, rows, one, into)
     return into
 
@@ -146,10 +148,11 @@ def write_row(
     far: Callable[[Array], Array] = lambda new: new,
     copy: Array | None = None,
 ) -> Array:
-    """``write_rows`` for one run and the units ``x``, [kv_heads, new, ...], of one row.
+    """Do the work of ``write_rows`` for one run and one row, whose units are ``x`` ([kv_heads, new,
+    ...]).
 
-    ``near``, ``far``: moves between the memory of ``into`` and the device. ``copy``: an updated
-    copy of ``into`` on the device, to take the new content from.
+    ``near`` and ``far`` move arrays from the memory of ``into`` to the device and back. ``copy`` is
+    an updated copy of ``into`` on the device, from which the new content is taken.
     """
     if run.columns is not None and table is not None:
         return _row_into_pages(into, row, x, run, count, order, table, layer, near, far, copy)
@@ -171,8 +174,8 @@ def _row_into_pages(
     far: Callable[[Array], Array],
     copy: Array | None,
 ) -> Array:
-    """``write_row`` into one page after another; units for a page that does not exist are
-    dropped."""
+    """Do the work of ``write_row`` for one page after another. Units for a page that does not exist
+    are dropped."""
     row_pages = run_pages(table, run)[row]
 
     def one(number: Array, into: Array) -> Array:
@@ -199,8 +202,8 @@ def _write_one(
     far: Callable[[Array], Array],
     copy: Array | None,
 ) -> Array:
-    """Write units of one row. ``span``: its start slot, and the ``skip`` and ``count`` between
-    which units are written."""
+    """Write units of one row. ``span`` has the row's start slot, its ``skip`` and its ``count``.
+    Units from ``skip`` up to ``count`` are written."""
     x = jnp.pad(x, ((0, 0), (0, max(order.min_units - x.shape[1], 0)), *[(0, 0)] * (x.ndim - 2)))
     origin, new, real = _window(run, x, *span)
     like = jax.eval_shape(order.arrange, new[None])
@@ -211,23 +214,24 @@ def _write_one(
         merged = order.slice_row(copy, row, origin, like)
     into = order.update_row(into, row, origin, far(merged))
     if order.tileable and into.shape[-1] % LANES == 0:
-        # The order that it has and that kernels need. In a loop, a TPU's compiler would choose the
-        # order that suits the update, and copy the array.
+        # Keep the current memory layout, which kernels need. In a loop, a TPU's compiler would
+        # choose the layout that suits the update, and copy the array.
         return with_layout_constraint(into, Layout(major_to_minor=tuple(range(into.ndim))))
     return into
 
 
 def _skipped(run: Run, count: PerRow) -> PerRow:
-    """``run.skip`` for each row."""
+    """Return ``run.skip`` for each row."""
     return jnp.broadcast_to(jnp.asarray(run.skip, jnp.int32), count.shape)
 
 
 def _window(
     run: Run, x: Array, start: Array, skip: Array, count: Array
 ) -> tuple[Array, Array, Array]:
-    """The first slot to write, the new content from there on, and a mask of the real tokens in it.
+    """Return the first slot to write, the new content from there on, and a mask of the real tokens
+    in it.
 
-    ``dynamic_update_slice`` would clamp the start of a chunk whose padding reaches past the end,
+    ``dynamic_update_slice`` would clamp the start of a chunk whose padding extends past the end,
     and so write its real tokens to lower slots. Here the window is moved to where it fits, and the
     mask keeps the old content.
     """
