@@ -42,8 +42,12 @@ def as_language_model(model: Model, **options: Any) -> LanguageModel:
       import keras_hub
       from kvjax.adapters.keras_hub import as_language_model
 
-      model = as_language_model(keras_hub.models.Llama3CausalLM.from_preset("llama3.2_1b"))
-      result = kvjax.generate(model, "The json module", max_new_tokens=8)
+      backbone = keras_hub.models.Llama3Backbone(  # or Llama3CausalLM.from_preset("llama3.2_1b")
+          vocabulary_size=128, num_layers=2, num_query_heads=4, num_key_value_heads=2,
+          hidden_dim=64, intermediate_dim=96,
+      )
+      model = as_language_model(keras_hub.models.Llama3CausalLM(backbone, preprocessor=None))
+      result = kvjax.generate(model, [[1, 2, 3]], max_new_tokens=8)
       ```
     """
     backbone = model.backbone
