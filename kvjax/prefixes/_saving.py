@@ -1,4 +1,4 @@
-"""A prefix tree as arrays and JSON in a folder, and back."""
+"""Saving a prefix tree to a folder, as arrays and JSON, and loading it."""
 
 import json
 from collections.abc import Hashable, Sequence
@@ -16,13 +16,13 @@ from kvjax.prefixes.radix import DEVICE, Entry, Namespace, Node, subtree
 from kvjax.prefixes.sequences import CachedSequences
 
 KIND = "a tree of prefixes"
-"""Marks the folder; files of earlier versions have it too."""
+"""The kind of data in a folder. Files of earlier versions have the same value."""
 
 
 def to_folder(
     sequences: CachedSequences, weight_version: Hashable
 ) -> tuple[dict[str, np.ndarray], Json]:
-    """The sequences of one version of the weights, as arrays and metadata.
+    """Convert the sequences of one version of the weights to arrays and metadata.
 
     Raises:
       EntryLostError: if a file of the disk tier is missing or damaged.
@@ -74,7 +74,7 @@ def to_folder(
 
 
 def settings_of(metadata: Json) -> dict[str, Any]:
-    """The settings of a saved tree, by the names of ``PrefixTree``'s arguments."""
+    """Return the settings of a saved tree, by the names of the arguments of ``PrefixTree``."""
     policies, *values = deserialize_static(json.dumps(metadata["settings"]).encode())
     names = "max_len", "prefill_chunk", "exact_prefix", "checkpoint_every", "rotary_len"
     values = [*values, None][: len(names)]  # older files have no rotary_len
@@ -83,10 +83,11 @@ def settings_of(metadata: Json) -> dict[str, Any]:
 
 
 def from_folder(sequences: CachedSequences, arrays: dict[str, np.ndarray], metadata: Json) -> None:
-    """Fill an empty tree with a saved one, on the host and on disk, within their limits.
+    """Fill an empty tree with the data of a saved tree, on the host and on disk, within their
+    limits.
 
     Raises:
-      CheckpointError: if this platform or mesh stores pages in another format.
+      CheckpointError: if this platform or mesh stores pages in a different format.
     """
     if metadata["forms"] != _formats(sequences):
         raise CheckpointError(
@@ -139,7 +140,7 @@ def _name(saved: list[object]) -> Any:
 
 
 def _formats(sequences: CachedSequences) -> list[object]:
-    """How pages and rows are stored: the platform, dtypes and shapes."""
+    """Return the storage formats of pages and rows: the platform, dtypes and shapes."""
     leaves: list[Array] = jax.tree.leaves(sequences.pool_config.cache_shapes(1).layers)
     return [current_platform(), [[x.dtype.name, list(x.shape[1:])] for x in leaves]]
 
@@ -150,5 +151,5 @@ def _stack(name: str, data: Sequence[Sequence[np.ndarray]]) -> dict[str, np.ndar
 
 def _slice(arrays: dict[str, np.ndarray], name: str, index: int) -> list[np.ndarray]:
     count = sum(key.startswith(f"{name} ") for key in arrays)
-    # Copies: a view would keep the whole array alive.
+    # Make copies, because a view would keep the whole array in memory.
     return [np.array(arrays[f"{name} {number}"][index]) for number in range(count)]

@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a row at one position that its full pages do not hold.
+"""Checkpoints: the state of a row at one position that is not in its full pages.
 
 If rows have such state (a raw tail, a window outside of pages, a partial page of blocks), a cached
 sequence can only be resumed where a checkpoint was taken.
@@ -25,8 +25,11 @@ from kvjax.prefixes.pool import CacheGroup, PageArrays
 
 
 class Checkpoint(NamedTuple):
-    """A row's state after ``tokens`` tokens: ``arrays`` on the host, and for each windowed cache
-    group a page table, int32[columns], whose pages have been retained (None for other groups)."""
+    """The state of a row after ``tokens`` tokens.
+
+    ``arrays`` are on the host. ``tables`` has, for each cache group with a window, a page table
+    (int32[columns]) whose pages have been retained; None for other groups.
+    """
 
     tokens: int
     arrays: list[np.ndarray]
@@ -37,10 +40,13 @@ class Checkpoint(NamedTuple):
 class PendingCheckpoints:
     """Checkpoints that are being copied to the host.
 
-    ``which``: bool[batch], the rows that have one; ``tokens``: int[batch], their lengths;
-    ``tables``: for each windowed cache group int32[batch, columns], the retained pages, -1
-    elsewhere, and None for other groups, whose rows keep their pages;
-    ``rows``: the layers' ``row_arrays``, [batch, ...]; ``parts``: partial pages, [batch, ...].
+    Attributes:
+      which: bool[batch], the rows that have a checkpoint.
+      tokens: int[batch], the number of tokens of each checkpoint.
+      tables: for each cache group with a window, the retained pages, int32[batch, columns], and -1
+        in other columns. None for other groups, whose rows keep their pages.
+      rows: the ``row_arrays`` of all layers, [batch, ...].
+      parts: partly full pages, [batch, ...].
     """
 
     which: np.ndarray
@@ -50,7 +56,7 @@ class PendingCheckpoints:
     parts: list[PyTree]
 
     def fetched(self) -> list[tuple[int, Checkpoint]]:
-        """Wait for the copies; the rows, and their checkpoints."""
+        """Wait for the copies. Returns the rows, each with its checkpoint."""
         tables, *arrays = fetch((self.tables, self.rows, self.parts))
         checkpoints = []
         for row in np.flatnonzero(self.which).tolist():
@@ -61,13 +67,14 @@ class PendingCheckpoints:
 
 
 def row_arrays(layer: LayerCache) -> PyTree:
-    """The arrays of a layer that have a batch axis: all but pages."""
+    """Return the arrays of a layer that have a batch axis, which are all except pages."""
     body = None if layer.policy.page_group else (layer.keys, layer.values)
     return body, layer.tail, layer.low
 
 
 def with_row_arrays(layer: LayerCache, arrays: PyTree) -> LayerCache:
-    """A layer with other ``row_arrays``, moved to where its placement keeps them."""
+    """Replace the ``row_arrays`` of a layer. The new arrays are moved to the memory of the layer's
+    placement."""
     body, tail, low = arrays
     placement = layer.policy.placement
     if body is not None:
@@ -81,11 +88,14 @@ def take_checkpoints(
 ) -> tuple[KVCache, PendingCheckpoints]:
     """Start copying the state of some rows to the host, without waiting for it.
 
-    Returns the cache too: in it, pages that windows will leave later have one more reference.
-
     Args:
+      cache: the cache.
+      groups: its cache groups.
       which: bool[batch], the rows to copy.
-      tokens: int[batch], tokens that each row holds; any number for other rows.
+      tokens: int[batch], the number of tokens of these rows. Entries of other rows are ignored.
+
+    Returns:
+      The cache, in which pages of windows have an additional reference, and the checkpoints.
     """
     partial_columns = []
     for group in groups:
@@ -122,7 +132,7 @@ def _take(cache: KVCache, which: Array, partial_columns: list[Array], *, groups:
 
 
 def checkpoint_bytes(cache: KVCache, groups: Sequence[CacheGroup]) -> int:
-    """Bytes of one checkpoint; ``cache`` may hold shapes."""
+    """Return the bytes of one checkpoint. ``cache`` may have shapes instead of arrays."""
     rows = tree_bytes([row_arrays(layer) for layer in cache.layers]) + tree_bytes(cache.written)
     parts = sum(group.page_bytes for group in groups if group.page_group.split is not None)
     return rows // cache.batch + parts
@@ -134,11 +144,12 @@ def restore_checkpoints(
     """Make a cache whose rows start from checkpoints.
 
     Args:
-      cache: the cache as shapes; its pages stay shapes.
-      states: for each row the arrays of its checkpoint, or None for an empty row.
+      cache: the shapes of the cache. Its pages stay shapes.
+      groups: its cache groups.
+      states: for each row, the arrays of its checkpoint, or None for an empty row.
 
     Returns:
-      The cache, and for each cache group and row the content of the partial page.
+      The cache, and for each cache group and row the content of the partly full page, or None.
     """
     shapes, structure = jax.tree.flatten(
         ([row_arrays(layer) for layer in cache.layers], cache.written)

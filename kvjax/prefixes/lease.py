@@ -1,4 +1,5 @@
-"""A lease: one request's use of a prefix tree, from matched pages to new ones."""
+"""A lease: the use of a prefix tree by one request, from matching its prompts to adding new
+pages."""
 
 import contextlib
 import gc
@@ -28,16 +29,17 @@ from kvjax.prefixes.tiers import SwappedPage, retry_lost_entries
 
 
 class Lease:
-    """A cache for one request, on the pages of a prefix tree, which it holds until ``finish``.
+    """A cache for one request on the pages of a prefix tree. The lease has the pages until
+    ``finish`` is called.
 
-    ``hits``: int[batch], tokens of each prompt that the cache already has.
+    ``hits`` (int[batch]) is the number of tokens of each prompt that the cache already has.
 
     Args:
       sequences: the tree's cached sequences.
-      namespace: the sequences to match against.
+      namespace: the namespace whose sequences are matched.
       prompts: the token ids of each row.
-      new: the most tokens that will be added to each row.
-      samples: continuations of each prompt.
+      new: the maximum number of tokens that will be added to each row.
+      samples: the number of continuations of each prompt.
 
     Raises:
       ValueError: if the request needs more pages than can be freed.
@@ -80,27 +82,27 @@ class Lease:
             )
 
     def take_cache(self) -> KVCache:
-        """The cache. It can be taken once, because its user donates it."""
+        """Return the cache. This works only once, because the caller donates the cache."""
         cache, self._cache = self._cache, None
         assert cache is not None
         return cache
 
     def after_chunk(self, cache: KVCache, tokens: np.ndarray) -> KVCache:
-        """Take checkpoints after a prefill chunk, where they are due; call it after each chunk.
+        """Take the checkpoints that are due after a prefill chunk. Call this after each chunk.
 
         Args:
-          cache: used from now on in the form returned.
-          tokens: int[batch], tokens that each row holds.
+          cache: the cache. Use the returned cache from now on.
+          tokens: int[batch], the number of tokens of each row.
         """
         which = np.array(
             [int(n) in row.checkpoint_positions for n, row in zip(tokens, self._rows, strict=True)]
         )
-        self._collect()  # checkpoints of earlier chunks, which have arrived by now
+        self._collect()  # the checkpoints of earlier chunks have arrived by now
         if which.any():
             cache, pending = take_checkpoints(cache, self._config.groups, which, tokens)
             self._in_flight.append((pending, self._samples))
             for n, row in zip(tokens, self._rows, strict=True):
-                # A row whose prompt is complete is at this position after later chunks too.
+                # A row whose prompt is complete is still at this position after later chunks.
                 row.checkpoint_positions.discard(int(n))
         return cache
 
@@ -108,7 +110,7 @@ class Lease:
         """Return the pages, and add the request's sequences to the tree.
 
         Args:
-          cache: as the request left it; None if it was lost.
+          cache: the cache at the end of the request; None if it was lost.
           row_tokens: the known tokens of each row; None to add nothing.
         """
         with self._sequences.lock:
@@ -148,8 +150,8 @@ class Lease:
         self._sequences.tiers.enforce_limits()
 
     def _pages_needed(self, new: int, swapped: Sequence[SwappedPage]) -> list[int]:
-        """Free pages of each group that the request may need, in addition to matched pages on the
-        device."""
+        """Return how many free pages of each group the request may need, in addition to matched
+        pages on the device."""
         needed = []
         for number, group in enumerate(self._config.groups):
             count = sum(page.group == number for page in swapped)
@@ -172,8 +174,8 @@ class Lease:
             row.checkpoint_positions = config.checkpoint_positions(
                 row.hit, row.matched, len(row.tokens)
             )
-        # A checkpoint retains window pages that would become free. It may evict older sequences for
-        # that, but must not make the request fail.
+        # A checkpoint retains pages of windows that would otherwise become free. It may evict older
+        # sequences for them, but must not make the request fail.
         count = sum(len(row.checkpoint_positions) for row in self._rows)
         retained = [
             group.page_group.layout.columns if group.windowed else 0 for group in config.groups
@@ -192,7 +194,7 @@ class Lease:
     def _with_pages(self, cache: KVCache, parts: list[list[PageArrays | None]]) -> KVCache:
         """Put the pool's pages and the rows' page tables into a cache.
 
-        ``parts``: for each group and row the content of its partial page.
+        ``parts`` has the content of the partly full page for each group and row, or None.
         """
         pool = self._sequences.pool
         allocators: list[PageAllocator] = []
@@ -231,8 +233,8 @@ class Lease:
                 allocator.release(page)
 
     def _rewind_to_pages(self, cache: KVCache, row_tokens: Sequence[Sequence[int]]) -> KVCache:
-        """Rewind rows to the end of their last full page of known tokens, as far as they can be
-        rewound, and take checkpoints there."""
+        """Rewind rows to the end of their last full page of known tokens, if they can be rewound
+        that far, and take checkpoints there."""
         node_tokens = self._config.node_tokens
         lengths, limits = fetch((cache.length, rewindable(cache)))
         known = np.minimum(lengths, list(map(len, row_tokens)))
@@ -253,7 +255,8 @@ class Lease:
 
     @contextlib.contextmanager
     def _clear_on_error(self) -> Iterator[None]:
-        """Empty the tree if the work inside is interrupted, so that no page has two owners."""
+        """Empty the tree if the work within the context is interrupted, so that no page has two
+        owners."""
         try:
             yield
         except BaseException:
@@ -269,7 +272,7 @@ class Lease:
 
 
 class LeaseLock:
-    """Lets one thread at a time use a tree's pages. ``lease``: the newest lease."""
+    """A lock that lets one thread at a time use a tree's pages. ``lease`` is the newest lease."""
 
     def __init__(self) -> None:
         self.lease: Lease | None = None
@@ -277,7 +280,7 @@ class LeaseLock:
 
     @contextlib.contextmanager
     def acquire(self) -> Iterator[None]:
-        """Hold the lock; other threads wait for it.
+        """Hold the lock within this context. Other threads wait for it.
 
         Raises:
           ValueError: if an unfinished stream uses the pages.

@@ -1,4 +1,4 @@
-"""The device's page pool and its free lists, which the host keeps."""
+"""The page pool on the device, and its free lists on the host."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -19,9 +19,10 @@ from kvjax.placement.order import Orders
 from kvjax.placement.pages import gather_pages, scatter_pages
 
 PageArrays = list[np.ndarray]
-"""The content of one page on the host: its part of every array of every layer of a group."""
+"""The content of one page on the host. It has the page's part of every array, for all layers of a
+group."""
 Formats = tuple[tuple[tuple[Orders, Orders], Device], ...]
-"""For each layer the storage orders of its arrays, and its placement."""
+"""For each layer, the storage orders of its arrays and its placement."""
 _T = TypeVar("_T")
 
 
@@ -29,8 +30,9 @@ _T = TypeVar("_T")
 class CacheGroup:
     """Layers that share page tables.
 
-    ``layers``: their indices in ``KVCache.layers``; ``page_bytes``: bytes of a page, all these
-    layers together. Methods number pages by their position in a sequence, not in the pool.
+    ``layers`` has their indices in ``KVCache.layers``. ``page_bytes`` is the size of a page in all
+    these layers together. In the methods, the number of a page is its position in a sequence, not
+    in the pool.
     """
 
     page_group: PageGroup
@@ -45,19 +47,21 @@ class CacheGroup:
 
     @property
     def windowed(self) -> bool:
-        """Whether pages become unused once a window has passed them."""
+        """Whether the layers have a window, so that pages out of it become unused."""
         return not self.page_group.layout.straight
 
     def pages_for(self, tokens: int) -> tuple[tuple[int, ...], int | None]:
-        """The full pages of a sequence of ``tokens`` tokens, and its partial page or None."""
+        """Return the full pages of a sequence of ``tokens`` tokens, and its partly full page or
+        None."""
         return _pages_for(self.page_group, tokens)
 
     def column(self, page: int) -> int:
-        """The column of a row's page table that holds a page."""
+        """Return the column of a row's page table in which a page is."""
         return _column(self.page_group, page)
 
     def max_pages(self, tokens: int) -> int:
-        """The most pages that a row holds at once while it grows to ``tokens`` tokens."""
+        """Return the maximum number of pages that a row has at the same time while it grows to
+        ``tokens`` tokens."""
         layout = self.page_group.layout
         return min(-(-tokens // self.page_tokens), layout.columns)
 
@@ -76,8 +80,8 @@ def _column(page_group: PageGroup, page: int) -> int:
 
 
 class HostAllocator:
-    """Reference counts and the free list of a pool, on the host: what ``PageAllocator`` is inside
-    programs."""
+    """The reference counts and the free list of a pool, on the host. Inside programs,
+    ``PageAllocator`` has them."""
 
     def __init__(self, pages: int) -> None:
         self.refs = np.zeros(pages, np.int32)
@@ -94,22 +98,23 @@ class HostAllocator:
         self.refs[page] += 1
 
     def release(self, page: int) -> None:
-        """Drop a reference to a page; without any it is free."""
+        """Remove a reference to a page. Without references, the page is free."""
         assert self.refs[page] > 0
         self.refs[page] -= 1
         if not self.refs[page]:
             self.free.append(page)
 
     def to_device(self, table: np.ndarray) -> PageAllocator:
-        """The allocator for a cache whose rows start with the pages of a table; these must be
-        counted already."""
+        """Return the allocator for a cache whose rows start with the pages of a table. The
+        references of the table must already be counted."""
         stack = np.zeros(len(self.refs), np.int32)
         stack[: len(self.free)] = self.free
         left = np.array([len(self.free)], np.int32)
         return PageAllocator(table, self.refs.copy(), stack, left)  # type: ignore[arg-type]
 
     def update_from(self, allocator: PageAllocator) -> None:
-        """Take the reference counts and the free pages of an allocator, as NumPy arrays."""
+        """Copy the reference counts and the free pages of an allocator, whose arrays are NumPy
+        arrays."""
         self.refs = np.array(allocator.refs)
         self.free = np.asarray(allocator.stack)[: int(allocator.left[0])].tolist()
 
@@ -117,7 +122,7 @@ class HostAllocator:
 class PagePool:
     """The arrays of all pages, and a ``HostAllocator`` for each cache group.
 
-    ``layers``: the layers of a cache, as arrays or shapes; only its pages are kept.
+    ``layers`` are the layers of a cache, with arrays or shapes. Only their pages are kept.
     """
 
     def __init__(self, groups: Sequence[CacheGroup], layers: Sequence[LayerCache]) -> None:
@@ -128,20 +133,21 @@ class PagePool:
         self.adopt(layers)
 
     def adopt(self, layers: Sequence[LayerCache]) -> None:
-        """Take over the page arrays of a cache's layers."""
+        """Replace the pool's arrays by the page arrays of a cache's layers."""
         for group in self.groups:
             for layer in group.layers:
                 self.bodies[layer] = layers[layer].keys, layers[layer].values
 
     @property
     def lost(self) -> bool:
-        """Whether the pool has no arrays: none were made, or a cache lost the leased ones."""
+        """Whether the pool has no arrays, because none were created or a cache lost the leased
+        ones."""
         leaves = jax.tree.leaves(self.bodies)
         return any(not isinstance(x, jax.Array) or x.is_deleted() for x in leaves)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all pages, used or free."""
+        """The bytes of all pages, used or free."""
         return tree_bytes(self.bodies)
 
     def read(self, group: int, pages: Sequence[int]) -> list[PageArrays]:
@@ -149,8 +155,8 @@ class PagePool:
         return self.start_read(group, pages)()
 
     def start_read(self, group: int, pages: Sequence[int]) -> Callable[[], list[PageArrays]]:
-        """Start copying pages to the host. The function returned waits for the copies; the pages
-        may be overwritten before it is called."""
+        """Start copying pages to the host. The returned function waits for the copies. Pages may be
+        overwritten before it is called."""
         formats, bodies = self._bodies_of(group)
         in_flight = []
         for batch in _batches(pages):
@@ -195,7 +201,8 @@ class PagePool:
 
 
 _BATCH = 16
-"""Pages copied at once. The device needs a temporary buffer of this many pages."""
+"""The number of pages that are copied together. The device needs a temporary buffer of this
+size."""
 
 
 def _batches(items: Sequence[_T]) -> list[Sequence[_T]]:

@@ -1,4 +1,5 @@
-"""The fixed configuration of a prefix cache: model shape, policies, pools, granularity of hits."""
+"""The fixed configuration of a prefix cache: model shape, policies, pools, and granularity of
+hits."""
 
 import functools
 import math
@@ -22,10 +23,10 @@ from kvjax.prefixes.pool import CacheGroup
 
 @dataclass(frozen=True, eq=False)
 class PoolConfig:
-    """What all sequences of one prefix cache share.
+    """The settings that all sequences of one prefix cache have in common.
 
-    ``model_config``, ``mesh``: the model's; ``policies``: one for each layer, with the number of
-    pages of its pool. The other fields are arguments of ``PrefixTree``.
+    ``model_config`` and ``mesh`` are those of the model. ``policies`` has one policy per layer,
+    with the number of pages of its pool. The other fields are arguments of ``PrefixTree``.
 
     Raises:
       ValueError: if a layer keeps whole sequences outside of pages, or rows are split over devices.
@@ -70,36 +71,40 @@ class PoolConfig:
 
     @functools.cached_property
     def node_tokens(self) -> int:
-        """Tokens of a node of the radix tree: whole pages of every group."""
+        """The number of tokens of a node of the radix tree. They fill whole pages of every
+        group."""
         return math.lcm(*(group.page_tokens for group in self.groups))
 
     @functools.cached_property
     def hit_multiple(self) -> int:
-        """Hits end at multiples of this many tokens."""
+        """The number of tokens of which the length of every hit is a multiple."""
         if not self.exact_prefix:
             return self.node_tokens
         return math.lcm(self.node_tokens, self.prefill_chunk)
 
     @functools.cached_property
     def needs_checkpoints(self) -> bool:
-        """Whether a sequence can only be resumed where a checkpoint was taken."""
+        """Whether a sequence can be resumed only where a checkpoint was taken."""
         rows = tree_bytes([row_arrays(layer) for layer in self.cache_shapes(1).layers])
         return bool(rows) or any(group.windowed for group in self.groups)
 
     @functools.cached_property
     def checkpoint_bytes(self) -> int:
-        """Bytes of one checkpoint."""
+        """The bytes of one checkpoint."""
         return checkpoint_bytes(self.cache_shapes(1), self.groups)
 
     def checkpoint_positions(self, hit: int, matched: int, tokens: int) -> set[int]:
-        """Where to take checkpoints of a prompt, always at the end of a prefill chunk: at its last
-        one, at the last one that the same prompt could resume from, at the last one that it shares
-        with other sequences, and every ``checkpoint_every`` nodes.
+        """Choose the positions at which checkpoints of a prompt are taken. Each is the end of a
+        prefill chunk.
+
+        They are the end of the prompt's last chunk, the last position from which the same prompt
+        could be resumed, the last position within the common prefix with a cached sequence, and one
+        position every ``checkpoint_every`` nodes.
 
         Args:
-          hit: tokens that the prompt resumes from.
-          matched: tokens that it shares with a cached sequence.
-          tokens: its length.
+          hit: the number of cached tokens from which the prompt is resumed.
+          matched: the number of tokens that the prompt has in common with a cached sequence.
+          tokens: the length of the prompt.
         """
         if not self.needs_checkpoints:
             return set()
@@ -111,7 +116,7 @@ class PoolConfig:
         return positions | {*ends[-1:], *resumable[-1:], *shared[-1:]}
 
     def cache_shapes(self, rows: int) -> KVCache:
-        """A cache with ``rows`` rows, as shapes."""
+        """Return the shapes of a cache with ``rows`` rows."""
         known: dict[int, KVCache] = self.__dict__.setdefault("_shapes", {})
         if rows not in known:
             known[rows] = abstract_cache(
@@ -139,7 +144,7 @@ def make_pool_config(
     """Check the arguments of a ``PrefixTree`` or an engine, and size the pools.
 
     Raises:
-      ValueError: as ``PrefixTree`` does.
+      ValueError: for the same reasons as ``PrefixTree``.
     """
     if scanned(lm.config):
         raise ValueError(
@@ -172,19 +177,19 @@ def make_pool_config(
         as_int("checkpoint_every", checkpoint_every, 1),
         as_optional_int("rotary_len", rotary_len, 1),
     )
-    # Some rotary tables depend on a length: sequences beyond it would need other frequencies.
+    # Some rotary tables depend on a length. Longer sequences would need different frequencies.
     config = replace(config, max_len=min(length, config.cache_shapes(1).max_len))
     memory_bytes = None if memory is None else in_bytes("memory", memory)
     return replace(config, policies=_size_pools(config, policies, pages, memory_bytes))
 
 
 def in_bytes(name: str, size: int | str) -> int:
-    """A size in bytes, given as an integer or as a string such as ``"2GiB"``."""
+    """Convert a size, an integer or a string such as ``"2GiB"``, to a number of bytes."""
     return parse_bytes(size) if isinstance(size, str) else as_int(name, size, 0)
 
 
 def _paged_policies(choice: PolicyChoice, config: CacheShape) -> tuple[CachePolicy, ...]:
-    """The policy of each layer.
+    """Return the policy of each layer.
 
     Raises:
       ValueError: if the choice moves layers while it runs, or no layer is paged.
@@ -203,10 +208,10 @@ def _paged_policies(choice: PolicyChoice, config: CacheShape) -> tuple[CachePoli
 def _size_pools(
     config: PoolConfig, policies: Sequence[CachePolicy], pages: int | None, memory: int | None
 ) -> tuple[CachePolicy, ...]:
-    """Policies whose pools have ``pages`` pages, or as many as fit into ``memory`` bytes.
+    """Return policies whose pools have ``pages`` pages, or as many as fit in ``memory`` bytes.
 
     Raises:
-      ValueError: if the number of pages is given twice or not at all, or is 0.
+      ValueError: if the number of pages is missing, given twice, or 0.
     """
     layouts = [as_paged(policy.layout) for policy in policies]
     sized = [layout.pages is not None for layout in layouts if layout is not None]
@@ -231,7 +236,7 @@ def _size_pools(
 
 
 def _with_pages(policies: Sequence[CachePolicy], pages: int) -> tuple[CachePolicy, ...]:
-    """Policies whose pools have ``pages`` pages, unless they set a number themselves."""
+    """Return policies whose pools have ``pages`` pages, unless a policy sets its own number."""
     sized = []
     for policy in policies:
         layout = as_paged(policy.layout)

@@ -1,10 +1,11 @@
 """A radix tree of cached token sequences.
 
-An edge is one unit of tokens, a multiple of the page size of every cache group, because only whole
-pages are shared. A node keeps the pages that end with its unit, and perhaps a checkpoint.
+An edge is one unit of tokens. Its length is a multiple of the page size of every cache group,
+because only whole pages are shared. A node has the pages of its unit, and may have a checkpoint at
+the end of the unit.
 
 Source: Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs",
-arXiv:2312.07104, where edges are runs of any number of tokens.
+arXiv:2312.07104. There, edges are runs of any number of tokens.
 """
 
 import operator
@@ -19,9 +20,11 @@ TIERS = (DEVICE, HOST, DISK)
 
 
 class Namespace(NamedTuple):
-    """A set of sequences that a prompt is matched against. They belong to one tenant, and were
-    computed with one version of the weights and, where results depend on it, with one number of
-    rows (else None)."""
+    """A set of sequences with which a prompt is matched.
+
+    They belong to one tenant, and were computed with one version of the weights. If results depend
+    on the number of rows, they were also computed with the same number; otherwise ``rows`` is None.
+    """
 
     tenant: Hashable
     weight_version: Hashable
@@ -29,11 +32,11 @@ class Namespace(NamedTuple):
 
 
 def checked_name(what: str, name: Any) -> Hashable:
-    """Check the name of a tenant or of a version of the weights. Names of different values are
-    never equal, as ``1`` and ``True`` are in Python.
+    """Check the name of a tenant or of a version of the weights. Booleans are rejected, because
+    ``1`` and ``True`` would be equal names.
 
     Raises:
-      ValueError: if it is not a string, an integer, None, or a tuple of these.
+      ValueError: if ``name`` is not a string, an integer, None, or a tuple of these.
     """
     if name is None or isinstance(name, str):
         return name
@@ -48,11 +51,11 @@ def checked_name(what: str, name: Any) -> Hashable:
 
 
 class Entry:
-    """Cached data at a node: one page of a cache group, or a checkpoint.
+    """The cached data of a node: one page of a cache group, or a checkpoint.
 
-    ``page``: the page's index in the device pool, -1 if the data is not there; ``arrays``: the data
-    on the host; ``file``: the data on disk, whose arrays have these ``specs`` (dtype and shape);
-    ``nbytes``: its size, the same in every tier.
+    ``page`` is the page's index in the device pool, or -1 if the data is not there. ``arrays`` is
+    the data on the host. ``file`` is the data on disk, whose arrays have the dtypes and shapes in
+    ``specs``. ``nbytes`` is the size of the data, which is the same in every tier.
     """
 
     __slots__ = ("arrays", "file", "nbytes", "page", "specs")
@@ -65,18 +68,19 @@ class Entry:
 
     @property
     def tier(self) -> str:
-        """Where the data is."""
+        """The tier in which the data is."""
         if self.page >= 0:
             return DEVICE
         return HOST if self.arrays is not None else DISK
 
 
 class Node:
-    """One unit of tokens that follows the units of all its ancestors.
+    """One unit of tokens, which follows the units of all its ancestors.
 
-    ``pages``: for each cache group, the pages of this unit, None where none is cached;
-    ``checkpoint``: the row state at the end of this unit; ``depth``: units up to here;
-    ``last_used``: on the tree's clock; ``lock_count``: requests that prevent its eviction.
+    ``pages`` has, for each cache group, the pages of this unit, and None for a page that is not
+    cached. ``checkpoint`` is the state of a row at the end of this unit. ``depth`` is the number of
+    units up to here. ``last_used`` is a time on the tree's clock. ``lock_count`` is the number of
+    requests that prevent the node's eviction.
     """
 
     __slots__ = (
@@ -99,12 +103,12 @@ class Node:
         self.last_used = self.lock_count = 0
 
     def group_of(self, entry: Entry) -> int | None:
-        """The cache group of a page of this node; None for the checkpoint."""
+        """Return the cache group of a page of this node; None for the checkpoint."""
         groups = (group for group, pages in enumerate(self.pages) if entry in pages)
         return next(groups, None)
 
     def entries(self, tier: str) -> list[Entry]:
-        """The node's pages and checkpoint that are in a tier."""
+        """Return those of the node's pages and checkpoint that are in a tier."""
         entries = [page for pages in self.pages for page in pages if page is not None]
         if self.checkpoint is not None:
             entries.append(self.checkpoint)
@@ -112,14 +116,15 @@ class Node:
 
     @property
     def empty(self) -> bool:
-        """Whether neither this node nor a descendant keeps anything."""
+        """Whether neither this node nor a descendant has cached data."""
         return not (self.children or self.checkpoint) and not any(map(any, self.pages))
 
 
 class RadixTree:
     """One radix tree for each namespace.
 
-    ``node_tokens``: tokens of a node; ``shape``: a node's pages in each cache group.
+    ``node_tokens`` is the number of tokens of a node. ``shape`` is the number of a node's pages in
+    each cache group.
     """
 
     def __init__(self, node_tokens: int, shape: Sequence[int]) -> None:
@@ -132,7 +137,8 @@ class RadixTree:
             yield from subtree(root)
 
     def match(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
-        """The path of the longest prefix of a sequence that has nodes, without the root."""
+        """Return the path of nodes of the longest prefix of a sequence that is in the tree, without
+        the root."""
         node, path = self.roots.get(namespace), []
         for unit in self._units(tokens):
             node = None if node is None else node.children.get(unit)
@@ -142,7 +148,7 @@ class RadixTree:
         return path
 
     def insert(self, namespace: Namespace, tokens: Sequence[int]) -> list[Node]:
-        """The path of all whole units of a sequence; missing nodes are created."""
+        """Return the path of nodes of all whole units of a sequence. Missing nodes are created."""
         if len(tokens) < self.node_tokens:
             return []
         node = self.roots.setdefault(namespace, Node((), None, self.shape))
@@ -159,9 +165,12 @@ class RadixTree:
             node.last_used = self.clock
 
     def eviction_order(self, tier: str) -> list[tuple[Node, Entry]]:
-        """The entries of a tier that no request locks, the first to evict first: by least recent
-        use; within one sequence, checkpoints that have been passed from the start on, then the rest
-        from the end back."""
+        """Return the entries of a tier that no request locks, in the order of eviction.
+
+        The least recently used ones come first. Within a sequence, the checkpoints that have a
+        single node after them come first, from the start on, and then all other entries, from the
+        end back.
+        """
 
         def order(item: tuple[Node, Entry]) -> tuple[int, bool, int]:
             node, entry = item
@@ -172,7 +181,7 @@ class RadixTree:
         return sorted(((n, entry) for n in unlocked for entry in n.entries(tier)), key=order)
 
     def prune(self, node: Node) -> None:
-        """Remove a node if it is empty, then its ancestors that this leaves empty."""
+        """Remove a node if it is empty, and then those of its ancestors that become empty."""
         while node.parent is not None and node.empty and not node.lock_count:
             node.parent.children.pop(node.tokens, None)
             node = node.parent
@@ -185,7 +194,7 @@ class RadixTree:
 
 
 def subtree(node: Node) -> Iterator[Node]:
-    """A node and its descendants."""
+    """Yield a node and its descendants."""
     stack = [node]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""The cached sequences of a prefix tree or an engine: prompts are matched and added."""
+"""The cached sequences of a prefix tree or an engine: matching prompts, and adding sequences."""
 
 import threading
 from collections.abc import Hashable, Sequence
@@ -18,22 +18,23 @@ from kvjax.prefixes.tiers import SwappedPage, Tiers
 class CachedSequences:
     """A radix tree of token sequences, the page pool on the device, and the other tiers.
 
-    ``lock``: hold it while reading or changing any of them. ``limits``: bytes on the host and on
-    disk, and a folder for the disk tier or None. The pool has no arrays before ``clear`` allocates
-    them or an engine's cache brings its own.
+    Hold ``lock`` while reading or changing any of them. ``limits`` has the bytes on the host, the
+    bytes on disk, and a folder for the disk tier or None. The pool has no arrays until ``clear``
+    allocates them or an engine's cache provides them.
     """
 
     def __init__(self, pool_config: PoolConfig, limits: tuple[int, int, str | Path | None]) -> None:
         self.pool_config, self.limits = pool_config, limits
-        # Reentrant: the garbage collector may close a stream, which takes the lock, at any point.
+        # The lock is reentrant, because the garbage collector may close a stream at any point, and
+        # this takes the lock.
         self.lock = threading.RLock()
         self._forget()
 
     def clear(self) -> None:
-        """Forget all sequences, and allocate a new pool.
+        """Remove all sequences, and allocate a new pool.
 
         Raises:
-          CacheMemoryError: if the pool does not fit into the device's memory.
+          CacheMemoryError: if the pool does not fit in the device's memory.
         """
         self._forget()  # first: the old pool and the new one may not fit together
         with as_memory_error(
@@ -55,18 +56,18 @@ class CachedSequences:
         self.tiers = Tiers(self.radix, self.pool, *self.limits)
 
     def entry(self, path: Sequence[Node], group: int, page: int) -> Entry:
-        """The entry of a page that is cached."""
+        """Return the entry of a cached page."""
         entry = self._slot(path, group, page)
         assert entry is not None
         return entry
 
     def read_page(self, path: Sequence[Node], group: int, page: int) -> PageArrays:
-        """The content of a page that is on the host or on disk."""
+        """Read the content of a page that is on the host or on disk."""
         node = path[page // self.radix.shape[group]]
         return self.tiers.read(node, self.entry(path, group, page))
 
     def can_resume(self, path: Sequence[Node], depth: int) -> bool:
-        """Whether a sequence can be resumed after the first ``depth`` nodes of its path."""
+        """Return whether a sequence can be resumed after the first ``depth`` nodes of its path."""
         config = self.pool_config
         tokens = depth * config.node_tokens
         has_checkpoint = not config.needs_checkpoints or path[depth - 1].checkpoint is not None
@@ -79,7 +80,7 @@ class CachedSequences:
         )
 
     def read_checkpoint(self, path: Sequence[Node]) -> list[np.ndarray] | None:
-        """The arrays of the checkpoint at the end of a path, None without one."""
+        """Read the arrays of the checkpoint at the end of a path; None if there is none."""
         entry = path[-1].checkpoint if path else None
         return None if entry is None else self.tiers.read(path[-1], entry)
 
@@ -101,8 +102,8 @@ class CachedSequences:
     def keep_pages(
         self, namespace: Namespace, tokens: Sequence[int], tables: Sequence[np.ndarray]
     ) -> None:
-        """Add the full pages of a row that no window leaves; ``tables``: the row's page table in
-        each cache group."""
+        """Add the full pages of a row, in the groups without a window. ``tables`` has the row's
+        page table in each cache group."""
         path = self.radix.insert(namespace, tokens)
         self.radix.touch(path)
         length = len(path) * self.pool_config.node_tokens
@@ -120,7 +121,8 @@ class CachedSequences:
             self.tiers.remove(self.radix.roots.pop(namespace))
 
     def usage(self) -> tuple[int, dict[str, int], list[int]]:
-        """The number of sequences, bytes in each tier, and cached pages of each pool."""
+        """Return the number of sequences, the bytes in each tier, and the number of cached pages of
+        each pool."""
         count, nbytes = 0, dict.fromkeys(map(str, TIERS), 0)
         cached = [0] * len(self.pool_config.groups)
         for node in self.radix:
@@ -132,7 +134,8 @@ class CachedSequences:
         return count, nbytes, cached
 
     def _keep(self, path: Sequence[Node], group: int, page: int, pool_page: int) -> None:
-        """Add a page of the pool, unless the tree has that page of the sequence already."""
+        """Add a page of the pool to the tree, unless the tree already has this page of the
+        sequence."""
         per_node = self.radix.shape[group]
         pages = path[page // per_node].pages[group]
         if pages[page % per_node] is None and pool_page >= 0:
@@ -148,9 +151,12 @@ class CachedSequences:
 class PrefixMatch:
     """The cached prefix of one prompt.
 
-    ``tokens``: the prompt; ``path``: nodes of the prefix that can be resumed; ``hit``: its tokens;
-    ``matched``: tokens that the prompt shares with any cached sequence; ``checkpoint_positions``:
-    where to take checkpoints while it is prefilled.
+    Attributes:
+      tokens: the prompt.
+      path: the nodes of the prefix from which the prompt is resumed.
+      hit: the number of tokens of this prefix.
+      matched: the number of tokens that the prompt has in common with a cached sequence.
+      checkpoint_positions: the positions at which checkpoints are taken while it is prefilled.
     """
 
     tokens: list[int]
@@ -167,7 +173,7 @@ def match_prompts(
 
     Returns:
       The match of each prompt, all matched pages that are not on the device, and the arrays of the
-      checkpoint that each prompt resumes from, None without one.
+      checkpoint from which each prompt is resumed; None for a prompt without one.
 
     Raises:
       EntryLostError: if a file is missing or damaged.
@@ -188,8 +194,8 @@ def match_prompts(
 
 
 def _match(sequences: CachedSequences, namespace: Namespace, tokens: list[int]) -> PrefixMatch:
-    """The longest prefix that can be resumed. The last token is never matched, because its logits
-    must be computed."""
+    """Find the longest prefix from which a prompt can be resumed. The last token is never matched,
+    because its logits must be computed."""
     node_tokens = sequences.pool_config.node_tokens
     path = sequences.radix.match(namespace, tokens[: len(tokens) - 1])
     sequences.radix.touch(path)
@@ -198,8 +204,8 @@ def _match(sequences: CachedSequences, namespace: Namespace, tokens: list[int]) 
 
 
 def _align(sequences: CachedSequences, matches: Sequence[PrefixMatch]) -> None:
-    """Shorten all hits to a common one. The remaining prefill calls are then the same as without a
-    prefix cache."""
+    """Shorten all hits to a common length. The remaining prefill calls are then the same as without
+    a prefix cache."""
     node_tokens = sequences.pool_config.node_tokens
     common = min(match.hit for match in matches) // node_tokens
     while common and not all(sequences.can_resume(match.path, common) for match in matches):

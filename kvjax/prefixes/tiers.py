@@ -1,6 +1,6 @@
-"""Tiers of a prefix cache: pages move from the device to the host and then to disk.
+"""Tiers of a prefix cache: pages move from the device to the host, and then to disk.
 
-The least recently used ones move first, and are evicted from the last tier.
+The least recently used pages move first. Pages are evicted from the last tier.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _Result = TypeVar("_Result")
 
 
 class SwappedPage(NamedTuple):
-    """A page that is not on the device, the index of its cache group, and its content."""
+    """A page that is not on the device, with the index of its cache group and its content."""
 
     group: int
     entry: Entry
@@ -33,7 +33,7 @@ class EntryLostError(Exception):
 
 
 def retry_lost_entries(call: Callable[[], _Result]) -> _Result:
-    """Call a function that reads entries, again if one of them was lost."""
+    """Call a function that reads entries. Call it again if one of them was lost."""
     while True:
         with contextlib.suppress(EntryLostError):
             return call()
@@ -42,8 +42,9 @@ def retry_lost_entries(call: Callable[[], _Result]) -> _Result:
 class Tiers:
     """Moves the entries of a radix tree between device, host and disk, within limits of bytes.
 
-    ``limits``, ``bytes``: of ``"host"`` and ``"disk"``, allowed and in use; ``dropped``: the number
-    of evicted entries; ``folder``: for a temporary folder of files, None for no disk tier.
+    ``limits`` has the allowed bytes of ``"host"`` and ``"disk"``, and ``bytes`` the bytes in use.
+    ``dropped`` is the number of evicted entries. In ``folder`` a temporary folder of files is
+    created; None means no disk tier.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Tiers:
         """Swap out unlocked pages until each cache group has ``target`` free pages, or as many as
         possible.
 
-        Returns whether there are at least ``least`` free pages in each group. If not, nothing is
+        Returns whether each group then has at least ``least`` free pages. If False, nothing is
         swapped out.
         """
         free = [len(allocator.free) for allocator in self._pool.allocators]
@@ -84,7 +85,7 @@ class Tiers:
         return True
 
     def swap_in(self, pages: Sequence[SwappedPage]) -> None:
-        """Move pages back to the device, which must have enough free pages."""
+        """Move pages back to the device. Its pool must have enough free pages."""
         for group, allocator in enumerate(self._pool.allocators):
             swapped = [page for page in pages if page.group == group]
             numbers = [allocator.allocate() for _ in swapped]
@@ -94,7 +95,7 @@ class Tiers:
                 page.entry.page = number
 
     def read(self, node: Node, entry: Entry) -> list[np.ndarray]:
-        """The data of an entry on the host or on disk, where it stays.
+        """Read the data of an entry that is on the host or on disk. The entry is not moved.
 
         Raises:
           EntryLostError: if its file is missing or damaged.
@@ -113,7 +114,7 @@ class Tiers:
             raise EntryLostError from error
 
     def store_on_host(self, entry: Entry, arrays: list[np.ndarray]) -> None:
-        """Give an entry its data on the host."""
+        """Store the data of an entry on the host."""
         entry.arrays, entry.page = arrays, -1
         self.bytes[HOST] += entry.nbytes
 
@@ -125,7 +126,7 @@ class Tiers:
             for node, entry in self._radix.eviction_order(tier):
                 if self.bytes[tier] <= self.limits[tier]:
                     break
-                if entry.tier != tier:  # already evicted with a page before it
+                if entry.tier != tier:  # it was already evicted together with an earlier page
                     continue
                 fits_disk = tier == HOST and self.limits[DISK] >= entry.nbytes
                 if not (fits_disk and self._write_to_disk(entry)):
@@ -146,7 +147,7 @@ class Tiers:
         self._radix.prune(node)
 
     def _swap_out(self, pages: Sequence[tuple[Node, int, Entry]]) -> None:
-        """Move pages from the device to the host, or evict them if no other tier may be used."""
+        """Move pages from the device to the host, or evict them if no other tier is allowed."""
         if not any(self.limits.values()):
             for node, _, entry in pages:
                 self._evict(node, entry)
@@ -159,8 +160,8 @@ class Tiers:
                 self.store_on_host(entry, arrays)
 
     def _write_to_disk(self, entry: Entry) -> bool:
-        """Move an entry from the host to disk. A failure, such as a full disk, is only a warning:
-        it costs the entry and no request."""
+        """Move an entry from the host to disk. Returns False if this fails, for example because the
+        disk is full. A failure gives only a warning, because it loses the entry but no request."""
         assert self._files is not None and entry.arrays is not None
         self._num_files += 1
         file = Path(self._files.name) / f"{self._num_files}.npz"
@@ -177,8 +178,8 @@ class Tiers:
         return True
 
     def _evict(self, node: Node, entry: Entry) -> None:
-        """Evict one entry. A page that later tokens need takes all descendants with it; a page that
-        windows may have left does not."""
+        """Evict one entry. If it is a page that later tokens need, all descendants are evicted too.
+        A page of a group with a window is evicted alone."""
         group = node.group_of(entry)
         if group is not None and not self._pool.groups[group].windowed:
             self.remove(node)
@@ -199,7 +200,7 @@ class Tiers:
         self._discard_copy(entry)
 
     def _discard_copy(self, entry: Entry) -> None:
-        """Forget where an entry's data is, and delete it from host and disk."""
+        """Delete an entry's data from host and disk, and clear its location."""
         if entry.tier != DEVICE:
             self.bytes[entry.tier] -= entry.nbytes
         if entry.file is not None:

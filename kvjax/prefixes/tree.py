@@ -28,12 +28,17 @@ from kvjax.prefixes.tiers import retry_lost_entries
 class PrefixStats:
     """Statistics of a prefix tree.
 
-    ``prompts``: prompts looked up; ``hits``: prompts with a cached prefix; ``prompt_tokens``:
-    tokens of all prompts; ``cached_tokens``: prompt tokens that did not have to be computed;
-    ``sequences``: cached sequences; ``bytes``: of cached data by tier, ``"device"``, ``"host"`` and
-    ``"disk"``; ``free_pages``, ``used_pages``, ``cached_pages``: for each pool its free pages,
-    pages that only running requests use, and pages that the tree keeps; ``evicted``: pages and
-    checkpoints evicted so far.
+    Attributes:
+      prompts: number of prompts that were looked up.
+      hits: number of prompts with a cached prefix.
+      prompt_tokens: number of tokens of all prompts.
+      cached_tokens: number of prompt tokens that did not have to be computed.
+      sequences: number of cached sequences.
+      bytes: bytes of cached data in the tiers ``"device"``, ``"host"`` and ``"disk"``.
+      free_pages: number of free pages of each pool.
+      used_pages: number of pages of each pool that only running requests use.
+      cached_pages: number of pages of each pool that the tree keeps.
+      evicted: number of pages and checkpoints that were evicted so far.
 
     Example:
       ```python
@@ -56,21 +61,21 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that did not have to be computed."""
+        """The fraction of prompt tokens that did not have to be computed."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class WeightVersions:
-    """The arrays of each ``PrefixTree.weight_version``, by weak references."""
+    """The parameters of each ``PrefixTree.weight_version``, as weak references."""
 
     def __init__(self) -> None:
         self._arrays: dict[Hashable, list[weakref.ref[jax.Array]]] = {}
 
     def check(self, weight_version: Hashable, params: PyTree) -> None:
-        """Record a version's parameters, or compare them with those recorded.
+        """Record the parameters of a version, or compare them with the recorded ones.
 
         Raises:
-          ValueError: if the version was used with other parameters.
+          ValueError: if the version was used with different parameters.
         """
         leaves = jax.tree.leaves(params)
         refs = self._arrays.setdefault(weight_version, [weakref.ref(x) for x in leaves])
@@ -83,8 +88,8 @@ class WeightVersions:
             )
 
     def forget_deleted(self, weight_version: Hashable) -> list[Hashable]:
-        """Forget versions whose arrays have been deleted, except the current one. No model can have
-        these versions again. Returns them."""
+        """Remove versions whose arrays have been deleted, except the current one, because no model
+        can have these arrays again. Returns the removed versions."""
         deleted = [
             version
             for version, refs in self._arrays.items()
@@ -96,7 +101,7 @@ class WeightVersions:
 
 
 class ModelLike(Protocol):
-    """What a tree needs of a model."""
+    """The attributes that a tree needs from a model."""
 
     @property
     def config(self) -> CacheShape: ...
@@ -107,43 +112,48 @@ class ModelLike(Protocol):
 
 
 class PrefixTree:
-    """A prefix cache: with ``generate(..., prefix_cache=tree)`` no prefix is computed twice.
+    """A prefix cache. With ``generate(..., prefix_cache=tree)``, common prefixes of prompts are
+    computed once.
 
     Cached sequences are stored in pages of one pool. A hit is rounded down to the end of a prefill
-    chunk, and to a position where the tree has everything that the next token needs: pages, and
-    perhaps a checkpoint of the raw tail or the window.
+    chunk, and to a position where the tree has everything that the next token needs: pages, and for
+    some policies a checkpoint of the raw tail or the window.
 
-    With ``exact_prefix``, a request gives the same logits, bit for bit on the same device, as
-    ``generate(lm, prompts, **tree.settings)`` without a tree. For this the tree keeps only whole
-    prefill chunks, separately for each number of rows, and all rows of a request start from their
-    longest common hit. Without it hits are longer: each row has its own, and generated tokens are
-    cached too.
+    With ``exact_prefix``, the logits of a request are bitwise the same as those of ``generate(lm,
+    prompts, **tree.settings)`` without a tree, on the same device. To achieve this, the tree keeps
+    only whole prefill chunks, separately for each number of rows, and all rows of a request start
+    from their longest common hit. Without ``exact_prefix``, hits are longer, because each row has
+    its own hit, and generated tokens are cached too.
 
     Threads may share a tree. It serves one request at a time, and other calls of ``generate`` wait.
-    An ``Engine`` serves many requests at once, and has its own prefix cache.
+    An ``Engine`` serves many requests at the same time, and has its own prefix cache.
 
     Source: RadixAttention (Zheng et al., SGLang, arXiv:2312.07104) on pages (Kwon et al.,
     PagedAttention, arXiv:2309.06180).
 
     Args:
       lm: the model. A mesh may divide it along ``tensor`` only.
-      policy: as for ``init_cache``. Each layer needs pages or a window, at least one needs pages.
-      pages: pages of each pool. Give either this or ``memory``, or set the pages in the policy.
-      memory: bytes of all pools together, such as ``2**31`` or ``"2GiB"``.
-      max_len: the most tokens per row, prompt and new tokens together; by default the model's
-        number of positions.
+      policy: the policy, as for ``init_cache``. Every layer must have pages or a window, and at
+        least one must have pages.
+      pages: the number of pages of each pool. Give either this or ``memory``, or set the pages in
+        the policy.
+      memory: the size of all pools together, such as ``2**31`` (bytes) or ``"2GiB"``.
+      max_len: the maximum number of tokens per row, prompt and new tokens together; by default the
+        model's number of positions.
       rotary_len: as for ``init_cache``.
-      prefill_chunk: tokens of a prefill call. Hits end at multiples of it and of a page.
-      exact_prefix: whether results must not depend on what is cached, see above.
-      checkpoint_every: pages between checkpoints inside a long prompt, where the policy needs
-        checkpoints. Others are taken at the end of a prompt and where sequences diverge.
-      host_memory: bytes on the host for swapped-out pages and for checkpoints.
-      folder: for files of data that does not fit on the host. They are deleted with the tree. By
-        default nothing is kept on disk.
-      disk_memory: bytes of these files.
-      weight_version: names the version of the model's parameters: a string, an integer, or a tuple
-        of these. Set ``tree.weight_version`` to a new value whenever the parameters change;
-        sequences of other versions are then not matched, and are removed once their parameters are
+      prefill_chunk: the number of tokens of a prefill call. Hits end at multiples of it and of a
+        page.
+      exact_prefix: whether results must not depend on which sequences are cached, see above.
+      checkpoint_every: the number of pages between checkpoints inside a long prompt, if the policy
+        needs checkpoints. More checkpoints are taken at the end of a prompt and where sequences
+        diverge.
+      host_memory: host memory for swapped-out pages and for checkpoints, in bytes or as text.
+      folder: a folder for data that does not fit on the host. Its files are deleted with the tree.
+        By default nothing is stored on disk.
+      disk_memory: the maximum size of these files, in bytes or as text.
+      weight_version: the name of the version of the model's parameters: a string, an integer, or a
+        tuple of these. Set ``tree.weight_version`` to a new value whenever the parameters change.
+        Sequences of other versions are then not matched, and are removed when their parameters are
         deleted.
 
     Raises:
@@ -206,7 +216,7 @@ class PrefixTree:
         self._weight_version = checked_name("weight_version", name)
 
     def clear(self) -> None:
-        """Forget all sequences.
+        """Remove all sequences.
 
         Raises:
           ValueError: if an unfinished stream uses the pages.
@@ -216,7 +226,7 @@ class PrefixTree:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The arguments with which ``generate``, without a tree, computes the same as with this
+        """The arguments with which ``generate`` without a tree gives the same results as with this
         tree."""
         return {
             "cache": list(self.pool_config.policies),
@@ -232,7 +242,7 @@ class PrefixTree:
 
         Raises:
           ValueError: if an unfinished stream uses the pages.
-          CheckpointError: if the folder holds something else.
+          CheckpointError: if the folder contains something else.
         """
         with self.lease_lock.acquire():  # no other thread may change the tree meanwhile
             self._check_model(lm)
@@ -255,12 +265,12 @@ class PrefixTree:
         folder: str | Path | None = None,
         disk_memory: int | str = "16GiB",
     ) -> "PrefixTree":
-        """Load a tree that ``save`` wrote. Its sequences start on the host. The arguments are those
-        of ``PrefixTree``.
+        """Load a tree that ``save`` wrote. Its sequences are on the host at first. The other
+        arguments are those of ``PrefixTree``.
 
         Raises:
-          CheckpointError: if the folder holds no tree, or one of another model or platform, or a
-            file is damaged.
+          CheckpointError: if the folder contains no tree, the tree belongs to a different model or
+            platform, or a file is damaged.
         """
         metadata, arrays = read_folder(path)
         if metadata.get("kind") != KIND:
@@ -285,7 +295,7 @@ class PrefixTree:
         return tree
 
     def for_tenant(self, tenant: Hashable) -> "Tenant":
-        """The tree for one tenant, to be given as ``prefix_cache``. Tenants never match each
+        """Return the tree for one tenant. Pass it as ``prefix_cache``. Tenants never match each
         other's sequences.
 
         Raises:
@@ -294,7 +304,7 @@ class PrefixTree:
         return Tenant(self, checked_name("tenant", tenant))
 
     def stats(self) -> PrefixStats:
-        """Statistics since the tree was created."""
+        """Return statistics since the tree was created."""
         sequences = self.sequences
         with sequences.lock:
             count, nbytes, cached = sequences.usage()
@@ -328,14 +338,13 @@ class PrefixTree:
         Args:
           lm: the model, with its current parameters.
           prompts: the token ids of each row.
-          new: the most tokens that will be added to each row.
-          samples: continuations of each prompt.
+          new: the maximum number of tokens that will be added to each row.
+          samples: the number of continuations of each prompt.
           tenant: the owner of the sequences.
 
         Raises:
-          ValueError: if the model is not the tree's, its parameters are not those that
-            ``weight_version`` was used with, an unfinished stream uses the pages, or the pool has
-            too few of them.
+          ValueError: if the model is not the tree's, ``weight_version`` was used with different
+            parameters, an unfinished stream uses the pages, or the pool has too few pages.
         """
         with self.lease_lock.acquire(), self.sequences.lock:
             if self.sequences.pool.lost:
@@ -361,7 +370,7 @@ class PrefixTree:
 
 @dataclass(frozen=True)
 class Tenant:
-    """A prefix tree, for one tenant."""
+    """A prefix tree for one tenant."""
 
     tree: PrefixTree
     name: Hashable

@@ -1,1 +1,1 @@
-"""Logits to tokens: penalties, filters, draws and scores."""
+"""Sampling of tokens from logits: penalties, filters, draws and scores."""

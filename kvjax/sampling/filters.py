@@ -1,9 +1,10 @@
-"""Penalties and filters: functions that change logits. Filters set what they drop to -inf.
+"""Penalties and filters: functions that change logits. Filters set the logits of dropped tokens to
+-inf.
 
 Nothing is sorted. Top-k, top-p and typical-p keep the tokens at or above a threshold, which is
-found by bisection over the 2**32 ordered bit patterns of float32. For 49,152 logits on a CPU this
-takes a twentieth of the time of a sort. ``k`` and ``p`` can be traced, one number for all rows or
-one per row. Tokens that tie at the threshold are all kept.
+found by bisection over the 2**32 ordered bit patterns of float32. For 49,152 logits on a CPU, this
+takes a twentieth of the time of a sort. ``k`` and ``p`` can be traced, and are one number for all
+rows or one per row. All tokens that are equal to the threshold are kept.
 """
 
 from typing import Any, NamedTuple
@@ -20,11 +21,11 @@ from kvjax.core.typing import Array, PerRow, RowMask, Tokens
 Logits = Float[Array, "batch vocab"]
 Seen = Bool[Array, "batch vocab"]
 Allowed = UInt[Array, "batch words"]
-"""A bit per token, 32 in a word, the lowest bit first; 1 for tokens that may be drawn."""
+"""A bit per token, 32 per word, lowest bit first. It is 1 for tokens that may be drawn."""
 ALL_ALLOWED = np.uint32(0xFFFFFFFF)
 """A word that allows all its tokens."""
 _ARGMAX_BLOCK = 128
-"""Tokens that the first pass of ``argmax`` reduces to their maximum."""
+"""The number of tokens that the first pass of ``argmax`` reduces to their maximum."""
 
 
 def add_bias(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "batch n"]) -> Logits:
@@ -33,9 +34,12 @@ def add_bias(logits: Logits, tokens: Int[Array, "batch n"], by: Float[Array, "ba
 
 
 def set_at(array: Array, at: Int[Array, "batch *n"], values: Any) -> Array:
-    """Set entries ``at`` of each row of an array [batch, n, ...] to ``values``, one number or an
-    array. Indices outside are ignored. The function maps over rows with ``vmap``: if the indices
-    contained row numbers, every device of a mesh would gather all rows."""
+    """Set the entries ``at`` of each row of an array [batch, n, ...] to ``values``, which is one
+    number or an array. Out-of-range indices are ignored.
+
+    The function maps over rows with ``vmap``. If the indices contained row numbers, every device of
+    a mesh would gather all rows.
+    """
     if isinstance(values, jax.Array):
         return jax.vmap(lambda row, at, new: row.at[at].set(new, mode="drop"))(array, at, values)
     return jax.vmap(lambda row, at: row.at[at].set(values, mode="drop"))(array, at)
@@ -46,14 +50,15 @@ def _add_at(array: Array, at: Int[Array, "batch n"], more: Array) -> Array:
 
 
 def keep_allowed(logits: Logits, allowed: Allowed) -> Logits:
-    """Keep the tokens whose bit is 1."""
+    """Keep the tokens whose bit in ``allowed`` is 1."""
     index = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     bits = allowed[:, index // 32] >> (index % 32)[None]
     return jnp.where(bits & 1 == 1, logits, -jnp.inf)
 
 
 def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
-    """Divide the positive logits of ``seen`` tokens by ``penalty``, multiply the negative ones.
+    """Divide the positive logits of ``seen`` tokens by ``penalty``, and multiply the negative ones
+    by it.
 
     Source: Keskar et al., CTRL, arXiv:1909.05858, in the form of Transformers.
     """
@@ -64,7 +69,8 @@ def penalize(logits: Logits, seen: Seen, penalty: Array | float) -> Logits:
 def count_tokens(
     tokens: Tokens, first: PerRow, end: PerRow, vocab: int
 ) -> Int[Array, "batch vocab"]:
-    """How often each token of the vocabulary occurs among a row's tokens ``first`` to ``end``."""
+    """Count how many times each token of the vocabulary occurs in a row's tokens from ``first`` up
+    to ``end``."""
     at = arange_row(tokens.shape[1])
     inside = (at >= first[:, None]) & (at < end[:, None])
     zeros = jnp.zeros((len(tokens), vocab), jnp.int32)
@@ -86,8 +92,8 @@ def penalize_counts(
 
 
 def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | int) -> Logits:
-    """Drop the tokens that would repeat an n-gram of the row's first ``length`` tokens. A row that
-    would be left without tokens keeps all of them. ``n`` of 0 is no limit.
+    """Drop the tokens that would repeat an n-gram of the row's first ``length`` tokens. If this
+    would drop all tokens of a row, the row is not changed. An ``n`` of 0 means no limit.
 
     Source: Paulus et al., arXiv:1705.04304, in the form of Transformers.
     """
@@ -113,7 +119,7 @@ def keep_new_ngrams(logits: Logits, tokens: Tokens, length: PerRow, n: Array | i
 
 
 def keep_top_k(logits: Logits, k: Array | int) -> Logits:
-    """Keep each row's ``k`` largest logits, and those equal to the k-th.
+    """Keep each row's ``k`` largest logits, and all logits equal to the k-th.
 
     Source: Fan et al., arXiv:1805.04833.
     """
@@ -121,8 +127,8 @@ def keep_top_k(logits: Logits, k: Array | int) -> Logits:
 
 
 def keep_top_p(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens for which all more likely tokens together have a probability below ``p``. The
-    most likely token is always kept.
+    """Keep a token if all more likely tokens together have a probability below ``p``. The most
+    likely token is always kept.
 
     Source: Holtzman et al., arXiv:1904.09751.
     """
@@ -130,7 +136,7 @@ def keep_top_p(logits: Logits, p: Array | float) -> Logits:
 
 
 def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
-    """Keep the tokens that are at least ``min_p`` times as likely as the most likely one.
+    """Keep the tokens whose probability is at least ``min_p`` times that of the most likely token.
 
     Source: Nguyen et al., arXiv:2407.01082.
     """
@@ -139,8 +145,8 @@ def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
 
 
 def keep_typical(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens whose information content is closest to the entropy: the fewest that hold
-    ``p`` of the probability.
+    """Keep the tokens whose information content is closest to the entropy, as few as possible with
+    a total probability of ``p``.
 
     Source: Meister et al., arXiv:2202.00666.
     """
@@ -150,8 +156,8 @@ def keep_typical(logits: Logits, p: Array | float) -> Logits:
 def exclude_top_choices(
     logits: Logits, threshold: Array | float, exclude: RowMask, kept: Int[Array, "batch n"]
 ) -> Logits:
-    """In the rows of ``exclude``, drop the tokens with a probability above ``threshold``, except
-    the least likely of them. The tokens ``kept`` are never dropped.
+    """Drop the tokens with a probability above ``threshold``, except the least likely of them. Only
+    rows where ``exclude`` is true are changed. The tokens ``kept`` are never dropped.
 
     Source: https://github.com/oobabooga/text-generation-webui/pull/6335, in the form of mlx-lm.
     """
@@ -163,20 +169,21 @@ def exclude_top_choices(
 
 
 class Ranking(NamedTuple):
-    """A filter as a ranking of tokens. It keeps a token if the ``weights`` of all tokens ranked
-    higher (with larger ``ordered``) sum to less than ``limit``."""
+    """A filter in the form of a ranking of tokens. It keeps a token if the ``weights`` of all
+    tokens that rank higher (with a larger ``ordered``) sum to less than ``limit``."""
 
     ordered: Int[Array, "batch vocab"]
     weights: Array
     limit: Array | float
 
     def keeps(self, token: PerRow) -> RowMask:
-        """Whether one token per row is kept. This takes one pass; ``threshold`` takes 32."""
+        """Return whether one token per row is kept. This needs one pass over the vocabulary, while
+        ``threshold`` needs 32."""
         mine = jnp.take_along_axis(self.ordered, token[:, None], axis=1)
         return self._above(mine) < self.limit
 
     def threshold(self) -> Int[Array, "batch 1"]:
-        """The smallest value of ``ordered`` that is kept."""
+        """Return the smallest value of ``ordered`` that is kept."""
 
         def halve(_: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
             low, high = bounds
@@ -194,17 +201,17 @@ class Ranking(NamedTuple):
 
 
 def ranked_by_k(logits: Logits, k: Array | int) -> Ranking:
-    """The ranking of ``keep_top_k``."""
+    """Return the ranking of ``keep_top_k``."""
     return Ranking(_ordered(logits), jnp.ones_like(logits, jnp.int32), k)
 
 
 def ranked_by_p(logits: Logits, p: Array | float) -> Ranking:
-    """The ranking of ``keep_top_p``."""
+    """Return the ranking of ``keep_top_p``."""
     return Ranking(_ordered(logits), jax.nn.softmax(logits, axis=-1), p)
 
 
 def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
-    """The ranking of ``keep_typical``."""
+    """Return the ranking of ``keep_typical``."""
     known = jax.nn.log_softmax(logits, axis=-1)
     weights = jnp.exp(known)
     expected = jnp.sum(jnp.where(weights > 0, weights * known, 0), axis=-1, keepdims=True)
@@ -212,10 +219,12 @@ def ranked_by_typicality(logits: Logits, p: Array | float) -> Ranking:
 
 
 def argmax(logits: Logits) -> PerRow:
-    """The index of each row's largest logit, int32[batch]; the first one of equal ones.
+    """Return the index of each row's largest logit, int32[batch]. Among equal logits, it is the
+    first.
 
-    The maximum of each block is vectorized; the index is then searched in one block only, because
-    CPUs compute ``argmax`` one number at a time."""
+    CPUs compute ``argmax`` one number at a time. So the maximum of each block is computed first,
+    which is vectorized, and the index is searched in one block only.
+    """
     batch, vocab = logits.shape
     blocks = jnp.pad(logits, ((0, 0), (0, -vocab % _ARGMAX_BLOCK)), constant_values=-jnp.inf)
     blocks = blocks.reshape(batch, -1, _ARGMAX_BLOCK)
@@ -225,7 +234,7 @@ def argmax(logits: Logits) -> PerRow:
 
 
 def _column(number: Array | float) -> Array:
-    """A number, or one number per row, as float32[1 or batch, 1]."""
+    """Convert a number, or one number per row, to float32[1, 1] or float32[batch, 1]."""
     return jnp.reshape(jnp.asarray(number, jnp.float32), (-1, 1))
 
 
@@ -234,6 +243,6 @@ def _keep(logits: Logits, ranking: Ranking) -> Logits:
 
 
 def _ordered(numbers: Float[Array, "batch vocab"]) -> Int[Array, "batch vocab"]:
-    """int32 values in the same order as the float32 numbers."""
+    """Convert float32 numbers to int32 values with the same order."""
     bits = lax.bitcast_convert_type(jnp.where(numbers == 0, 0.0, numbers), jnp.int32)
     return jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits)

@@ -12,18 +12,19 @@ from kvjax.core.typing import Array, PerRow, RowMask
 from kvjax.sampling.filters import Logits, Seen, set_at
 
 LogitsHook = Callable[[Logits, Int[Array, "batch room"], PerRow], Logits]
-"""A user's function that changes logits. It receives logits, float32[batch, vocab], the tokens of
-each row, int32[batch, room], and their number, int32[batch], and returns logits. It must be pure;
-it is traced once for every program."""
+"""A user's function that changes logits. It receives the logits, float32[batch, vocab], the tokens
+of each row, int32[batch, room], and the number of tokens of each row, int32[batch]. It returns
+logits. It must be pure, and is traced once for every program."""
 
 
 @pytree_dataclass
 class TokenHistory:
-    """The prompt and the new tokens of each row. Parts that no enabled step needs are None.
+    """The prompt and the new tokens of each row. Attributes that no enabled sampling step needs are
+    None.
 
     Attributes:
       seen: bool[batch, vocab], whether a row contains a token, for the repetition penalty.
-      tokens: int32[batch, room], all tokens, for hooks, counts and n-grams.
+      tokens: int32[batch, room], all tokens of each row, for hooks, counts and n-grams.
       length: int32[batch], how many of ``tokens`` are real.
     """
 
@@ -32,7 +33,7 @@ class TokenHistory:
     length: PerRow | None = None
 
     def apply_hook(self, logits: Logits, hook: LogitsHook | None) -> Logits:
-        """The logits that ``hook`` returns. Tokens that it sets to minus infinity are not drawn.
+        """Apply a hook to logits. Tokens that the hook sets to minus infinity are not drawn.
 
         Raises:
           ValueError: if the hook does not return logits of the same shape.
@@ -50,7 +51,8 @@ class TokenHistory:
         return changed
 
     def append_tokens(self, seen: Seen | None, token: PerRow, taken: RowMask) -> "TokenHistory":
-        """Append ``token`` to the rows in ``taken``; ``seen`` already includes it."""
+        """Append ``token`` to the rows where ``taken`` is true. ``seen`` must already include
+        it."""
         if self.tokens is None or self.length is None:
             return TokenHistory(seen)
         at = jnp.where(taken, self.length, self.tokens.shape[1])
@@ -62,13 +64,14 @@ class TokenHistory:
 def make_history(
     rows: list[list[int]], *, vocab: int, width: int, seen: bool, tokens: bool
 ) -> TokenHistory | None:
-    """The history of rows, as NumPy arrays; None if nothing is needed.
+    """Make the history of rows, as NumPy arrays; None if nothing is needed.
 
     Args:
       rows: the tokens of each row.
       vocab: the size of the vocabulary.
-      width: tokens that a row may grow to.
-      seen, tokens: whether to include ``TokenHistory.seen``, and ``tokens`` with ``length``.
+      width: the maximum number of tokens of a row.
+      seen: whether to include ``TokenHistory.seen``.
+      tokens: whether to include ``TokenHistory.tokens`` and ``TokenHistory.length``.
     """
     if not seen and not tokens:
         return None

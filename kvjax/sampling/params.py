@@ -1,4 +1,5 @@
-"""Sampling parameters: each declared once, checked, and turned into arrays with a value per row.
+"""Sampling parameters: their declarations, their checks, and their conversion to arrays with a
+value per row.
 
 To add a parameter that takes a number:
 
@@ -8,8 +9,8 @@ To add a parameter that takes a number:
 3. In ``kvjax.sampling.sampler``, apply the step where it belongs in the order.
 4. In ``tests/test_sampling.py``, compare it with a NumPy version.
 
-``generate`` and its relatives, chats, rollouts, ``score``, engines, the server, the commands, their
-help and the reference take it from there.
+``generate`` and similar functions, chats, rollouts, ``score``, engines, the server, the commands,
+their help and the reference read the declaration.
 """
 
 import math
@@ -28,13 +29,13 @@ from kvjax.core.validation import ArgumentError, as_python, short_repr
 from kvjax.sampling.history import LogitsHook
 
 NO_TOKEN = np.int32(2**31 - 1)
-"""Pads arrays of token ids: larger than any id."""
+"""The padding of arrays of token ids. It is larger than any id."""
 _TINY = float(np.finfo(np.float32).tiny)
 _MAX_TEMPERATURE = 1e30
 """At this temperature all tokens are equally likely. The inverse of a higher one underflows to 0 in
 float32, which would turn forbidden logits (minus infinity) into NaN."""
 _MIN_WIDTH = 8
-"""The smallest width of the arrays of end tokens and biased tokens."""
+"""The minimum width of the arrays of end tokens and biased tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +43,15 @@ class Param:
     """The declaration of a parameter that takes a number.
 
     Attributes:
-      help: what the parameter does; the first sentence is the help of the command-line option.
+      help: what the parameter does. The first sentence is the help of the command-line option.
       range: the allowed values, in words.
       allowed: whether a value is in this range.
       example: a usual value, for the reference and for tests.
-      neutral: the array value that changes nothing. Its dtype is the array's dtype.
-      step: the flag of ``Filters`` that enables the step; "" for none.
+      neutral: the array value with which the parameter has no effect. Its dtype is the array's
+        dtype.
+      step: the flag of ``Filters`` that enables the parameter's step; "" if there is none.
       draws: whether the parameter is ignored when decoding is greedy.
-      encode: the array value for a user's value.
+      encode: a function that converts a user's value to the array value.
     """
 
     help: str
@@ -62,7 +64,7 @@ class Param:
     encode: Callable[[Any], Any] = lambda value: value
 
     def array_value(self, value: Any) -> np.generic:
-        """The array value for a checked value, or for None."""
+        """Return the array value for a checked value, or for None."""
         return self.neutral if value is None else self.neutral.dtype.type(self.encode(value))
 
 
@@ -79,19 +81,20 @@ def _as_int32(value: Any) -> int:
 
 
 def _as_share(value: Any) -> float:
-    # Sums of probabilities can exceed 1 by rounding, so 2 is the share that keeps every token.
+    # Sums of probabilities can exceed 1 by rounding, so the value 2 keeps every token.
     return max(float(value), _TINY) if value < 1 else 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. None disables a parameter.
+    """The parameters that determine how the next token is chosen. None disables a parameter.
 
     Every parameter that takes a number is declared by the ``Param`` in the metadata of its field.
 
     Attributes:
-      logit_bias: numbers, by token id, that are added to the logits of these tokens.
-      logits_hook: a function that changes the logits first, see ``kvjax.sampling.history``.
+      logit_bias: a mapping from token ids to numbers that are added to the logits of these tokens.
+      logits_hook: a function that changes the logits before all other steps, see
+        ``kvjax.sampling.history``.
     """
 
     temperature: float = _param(
@@ -102,7 +105,7 @@ class SamplingParams:
         example=0.7,
         neutral=np.float32(0),
         step="",
-        # Processors may flush subnormal numbers to 0, so these are greedy too.
+        # Processors may flush subnormal numbers to 0, so a subnormal temperature is greedy too.
         encode=lambda x: 0 if x < _TINY else min(float(x), _MAX_TEMPERATURE),
     )
     top_k: int | None = _param(
@@ -175,7 +178,7 @@ class SamplingParams:
         None,
         help="Above 1, tokens that the row already contains become less likely. This counts the "
         "tokens of the prompt and new tokens, but not those of a given cache.",
-        # Beyond this range, finite logits might not stay finite.
+        # Outside of this range, finite logits might not stay finite.
         range="from 1e-6 to 1e6",
         allowed=lambda x: 1e-6 <= x <= 1e6,
         example=1.1,
@@ -235,7 +238,7 @@ class SamplingParams:
           eos_token_ids: tokens that end a row.
 
         Raises:
-          ValueError: with the value that is out of its range, and the range.
+          ValueError: if a value is out of its range. The message has the value and the range.
         """
         values, bias = self._checked_values(), self._checked_bias()
         seeds = [as_python(seed) for seed in seeds]
@@ -261,7 +264,7 @@ class SamplingParams:
             "biased": _padded(list(bias), NO_TOKEN, width),
             "bias": _padded(list(bias.values()), np.float32(0), width),
         }
-        # NumPy arrays, until jit transfers them.
+        # These are NumPy arrays until jit transfers them.
         rows: dict[str, Any] = {
             name: np.stack([value] * len(seeds)) for name, value in arrays.items()
         }
@@ -290,7 +293,8 @@ PARAMS: dict[str, Param] = {
 
 
 def describe_params(names: Container[str], indent: int = 2) -> str:
-    """The lines of a docstring about the parameters among ``names``, in the order of ``PARAMS``."""
+    """Return the lines of a docstring that describe the parameters in ``names``, in the order of
+    ``PARAMS``."""
     texts = (f"{name}: {x.help} Must be {x.range}." for name, x in PARAMS.items() if name in names)
     first, rest = " " * indent, " " * (indent + 2)
     return "\n".join(
@@ -302,11 +306,11 @@ SamplingParams.__doc__ = f"{SamplingParams.__doc__}{describe_params(PARAMS)}\n"
 NEUTRAL: dict[str, np.generic] = {name: param.neutral for name, param in PARAMS.items()} | {
     "biased": NO_TOKEN
 }
-"""Values of ``SamplingArrays`` with which a row enables no step."""
+"""The values of ``SamplingArrays`` with which a row enables no step."""
 
 
 class SamplingKeywords(TypedDict, total=False):
-    """The parameters of the distribution that tokens are drawn from."""
+    """The parameters of the distribution from which tokens are drawn."""
 
     temperature: float
     top_k: int | None
@@ -332,14 +336,15 @@ class PenaltyKeywords(TypedDict, total=False):
 class Filters:
     """The steps of ``sample`` that are enabled.
 
-    As Python values, they choose which steps are compiled: a hashable, static argument of ``jit``.
-    As traced values (``SamplingArrays.filters``), the program chooses at run time.
+    With Python values, it is a hashable, static argument of ``jit`` that chooses which steps are
+    compiled. With traced values (``SamplingArrays.filters``), the program chooses the steps at run
+    time.
 
     Attributes:
-      counts: the frequency and presence penalties.
-      ngrams: ``no_repeat_ngram_size``.
+      counts: the step of the frequency and presence penalties.
+      ngrams: the step of ``no_repeat_ngram_size``.
       mesh: whether rows are divided among devices, so that no device may wait for another.
-      hook: a user's ``logits_hook``, applied before all other steps.
+      hook: the user's ``logits_hook``, which is applied before all other steps.
     """
 
     greedy: bool | Array = True
@@ -369,14 +374,14 @@ class Filters:
 
 @pytree_dataclass
 class SamplingArrays:
-    """The parameters as arrays [batch], a value per row. They are traced, so new values compile
-    nothing. A row without a step has the step's neutral value.
+    """The parameters as arrays [batch], with a value per row. They are traced, so new values
+    compile nothing. A row that does not use a step has the step's neutral value.
 
     Attributes:
       seeds: uint32[batch, 2], the low and the high word of each seed.
       eos: int32[batch, n], end tokens, padded with ``NO_TOKEN``.
-      biased, bias: int32[batch, m] and float32[batch, m]: tokens, padded with ``NO_TOKEN``, and
-        the numbers added to their logits.
+      biased: int32[batch, m], the tokens with a bias, padded with ``NO_TOKEN``.
+      bias: float32[batch, m], the numbers that are added to the logits of ``biased``.
     """
 
     temperature: Array
@@ -413,7 +418,7 @@ class SamplingArrays:
 def prepare_sampling(
     *, seeds: Sequence[int], eos_token_ids: Sequence[int] = (), **params: Any
 ) -> tuple[Filters, SamplingArrays]:
-    """``SamplingParams(**params).prepare(seeds, eos_token_ids)``."""
+    """Return ``SamplingParams(**params).prepare(seeds, eos_token_ids)``."""
     return SamplingParams(**params).prepare(seeds, eos_token_ids)
 
 
@@ -423,7 +428,7 @@ def _check(name: str, value: Any, range: str, allowed: Callable[[Any], bool]) ->
 
 
 def _check_hook(hook: LogitsHook | None) -> LogitsHook | None:
-    """``hook``, if programs can be compiled for it: it must be hashable."""
+    """Check that a hook is hashable, so that programs can be compiled for it, and return it."""
     if hook is not None and not (callable(hook) and isinstance(hook, Hashable)):
         message = f"logits_hook must be a hashable function, got {hook!r:.80}"
         raise ArgumentError(message, param="logits_hook")
@@ -431,7 +436,7 @@ def _check_hook(hook: LogitsHook | None) -> LogitsHook | None:
 
 
 def _padded(values: Sequence[Any], fill: np.generic, width: int) -> np.ndarray:
-    """``values``, padded to ``width`` or the next power of two, so that few programs are compiled;
-    [] for a ``width`` of 0."""
+    """Pad ``values`` to ``width`` or, if there are more, to the next power of two, so that few
+    programs are compiled. If ``width`` is 0, they are not padded."""
     width = max(width, 1 << len(values).bit_length()) if width else 0
     return np.array([*values, *[fill] * (width - len(values))], fill.dtype)

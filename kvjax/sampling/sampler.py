@@ -1,8 +1,8 @@
-"""Logits to tokens: penalties and filters in the order of Transformers, and one draw per row.
+"""Sampling: penalties and filters in the order of Transformers, and one draw per row.
 
-The order is: bias, repetition penalty, frequency and presence penalties, ``min_new_tokens``,
-allowed tokens, no repeated n-grams; then, unless decoding is greedy, temperature, top-k, top-p,
-min-p, typical-p, exclusion of top choices (XTC).
+The order is bias, repetition penalty, frequency and presence penalties, ``min_new_tokens``, allowed
+tokens, and no repeated n-grams. Unless decoding is greedy, these are followed by temperature,
+top-k, top-p, min-p, typical-p, and exclusion of top choices (XTC).
 """
 
 import functools
@@ -55,16 +55,18 @@ def sample(
 
     Args:
       logits: the logits of the next token.
-      filters, sampling: from ``SamplingParams.prepare``.
-      count: new tokens that each row has. The draw depends on it and the row's seed only.
+      filters, sampling: the results of ``SamplingParams.prepare``.
+      count: the number of new tokens that each row already has. The random numbers of the draw
+        depend only on it and on the row's seed.
       past: the tokens of each row, if an enabled step needs them.
-      allowed: bits of the tokens that may be chosen; by default all.
+      allowed: the bit mask of the tokens that may be chosen; by default all.
 
     Returns:
-      The tokens, and whether each row's logits were finite. If not, its token is meaningless.
+      The tokens, and whether each row's logits were finite. If they were not, the row's token is
+      meaningless.
     """
     logits = logits.astype(jnp.float32)
-    # A hook may forbid tokens by setting them to -inf, if at least one token is left.
+    # A hook may forbid tokens by setting their logits to -inf, if at least one token is left.
     finite = jnp.isfinite(logits) if filters.hook is None else logits < jnp.inf
     finite = jnp.all(finite, axis=-1)
     logits = _apply_penalties(logits, filters, sampling, count, past, allowed)
@@ -89,8 +91,8 @@ def filter_logits(
     past: TokenHistory | None = None,
     allowed: Allowed | None = None,
 ) -> Logits:
-    """The logits that ``sample`` draws from, or takes the maximum of if it is greedy. Tokens that
-    can't be drawn are at minus infinity. Arguments as for ``sample``."""
+    """Return the logits from which ``sample`` draws or, if it is greedy, takes the maximum. Tokens
+    that can't be drawn have minus infinity. Arguments are as for ``sample``."""
     logits = _apply_penalties(logits, filters, sampling, count, past, allowed)
     return cond(
         filters.greedy,
@@ -101,7 +103,8 @@ def filter_logits(
 
 
 def draw(logits: Logits, seeds: UInt[Array, "batch 2"], count: PerRow) -> PerRow:
-    """Draw one token per row, in proportion to ``exp(logits)``; never one at minus infinity.
+    """Draw one token per row, in proportion to ``exp(logits)``. Tokens with minus infinity are
+    never drawn.
 
     The draw depends on ``logits``, ``seeds`` (low and high word) and ``count``, the index of this
     draw within the row, but not on the other rows or the platform.
@@ -114,18 +117,18 @@ def draw_filtered(
 ) -> PerRow:
     """Draw from the filtered distribution: the maximum of logits plus Gumbel noise.
 
-    The maximum over all tokens is computed first. If the filters keep that token, it is also the
-    maximum over the tokens that they keep, and checking one token is cheaper than filtering all.
-    Only otherwise the filters are applied.
+    The maximum over all tokens is computed first. If the filters keep this token, it is also the
+    maximum over the tokens that they keep. Checking one token is cheaper than filtering all tokens.
+    If the filters drop it, all tokens are filtered.
     """
     noise = _gumbel_noise(sampling.seeds, count, logits.shape[1])
 
     def draw_exactly(logits: Logits) -> PerRow:
         return argmax(apply_draw_filters(logits, filters, sampling, count) + noise)
 
-    # A filter that sums probabilities sees only the tokens that earlier filters kept. Top-k alone
-    # is applied before the shortcut; any other combination of such filters rules it out, and so
-    # does XTC, which drops likely tokens.
+    # A filter that sums probabilities must see only the tokens that earlier filters kept. Top-k
+    # alone is applied before the shortcut. Any other combination of such filters excludes the
+    # shortcut, and so does XTC, which drops likely tokens.
     sums = filters.top_p | filters.typical_p
     ruled_out = filters.xtc | (filters.top_p & filters.typical_p)
     # On a mesh, the shortcut would need a reduction over all devices.
@@ -171,14 +174,14 @@ def apply_draw_filters(
 
 
 def apply_if(enabled: bool | Array, step: Callable[[Logits], Logits], logits: Logits) -> Logits:
-    """``step(logits)`` if the step is enabled, else ``logits``."""
+    """Return ``step(logits)`` if the step is enabled, otherwise ``logits``."""
     return cond(enabled, step, lambda x: x, logits)
 
 
 def cond(
     predicate: bool | Array, if_true: Callable[..., Any], if_false: Callable[..., Any], operand: Any
 ) -> Any:
-    """``lax.cond`` for a traced predicate; for a Python value, only one branch is traced."""
+    """Call ``lax.cond`` for a traced predicate. For a Python value, only one branch is traced."""
     if is_traced(predicate):
         return lax.cond(predicate, if_true, if_false, operand)
     return if_true(operand) if predicate else if_false(operand)
@@ -192,7 +195,7 @@ def _apply_penalties(
     past: TokenHistory | None,
     allowed: Allowed | None,
 ) -> Logits:
-    """Apply the steps that greedy decoding obeys too."""
+    """Apply the steps that also affect greedy decoding."""
 
     def bias(logits: Logits) -> Logits:
         return add_bias(logits, sampling.biased, sampling.bias)
@@ -222,7 +225,7 @@ def _apply_penalties(
     if allowed is not None:
         guided = jnp.any(allowed != ALL_ALLOWED)
         logits = apply_if(guided, lambda x: keep_allowed(x, allowed), logits)
-    # N-grams come last: this step gives way if it would leave a row without tokens.
+    # N-grams come last, because this step does nothing if it would leave a row without tokens.
     return apply_if(filters.ngrams, forbid_ngrams, logits)
 
 
@@ -238,7 +241,7 @@ def _keeps(ranked: Callable[..., Ranking], among: Logits, limit: Array, token: P
 
 
 def _gumbel_noise(seeds: UInt[Array, "batch 2"], count: PerRow, vocab: int) -> Logits:
-    """Gumbel noise that depends on each row's seed and ``count`` only."""
+    """Compute Gumbel noise, which depends only on each row's seed and ``count``."""
 
     def noise(seed: Array, count: Array) -> Array:
         return jax.random.gumbel(_draw_key(seed, count), (vocab,), jnp.float32)
@@ -247,7 +250,7 @@ def _gumbel_noise(seeds: UInt[Array, "batch 2"], count: PerRow, vocab: int) -> L
 
 
 def _random_share(seeds: UInt[Array, "batch 2"], count: PerRow) -> Float[Array, "batch"]:
-    """A random number from 0 to 1 per row, independent of the noise of the same draw."""
+    """Return a random number from 0 to 1 per row, independent of the noise of the same draw."""
 
     def share(seed: Array, count: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(_draw_key(seed, count), 1), (), jnp.float32)
@@ -261,6 +264,6 @@ def _draw_key(seed: Array, count: Array) -> Array:
 
 
 def _tokens(past: TokenHistory | None) -> tuple[Array, PerRow]:
-    """All tokens of each row, and their number."""
+    """Return all tokens of each row, and their number."""
     assert past is not None and past.tokens is not None and past.length is not None
     return past.tokens, past.length

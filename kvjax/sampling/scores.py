@@ -12,18 +12,19 @@ from kvjax.core.typing import Array, PerRow
 from kvjax.sampling.filters import Allowed, Logits, keep_allowed
 
 MAX_LOGPROBS = 20
-"""The most tokens whose log-probabilities are reported with each new token."""
+"""The maximum number of most likely tokens that are reported with each new token."""
 
 
 @dataclass(frozen=True)
 class TokenScore:
-    """Log-probabilities that belong to one new token.
+    """The log-probabilities that are reported for one new token.
 
     Attributes:
-      logprob: of the token, under the model's distribution, before filters and temperature.
-      top_logprobs: the most likely tokens, each with its log-probability, in falling order.
-      sampling_logprob: of the token, under the filtered distribution that it was drawn from; 0 if
-        decoding was greedy.
+      logprob: the token's log-probability under the model's distribution, before filters and
+        temperature.
+      top_logprobs: the most likely tokens, each with its log-probability, most likely first.
+      sampling_logprob: the token's log-probability under the filtered distribution from which it
+        was drawn; 0 if decoding was greedy.
     """
 
     logprob: float
@@ -33,8 +34,11 @@ class TokenScore:
 
 @pytree_dataclass
 class Scores:
-    """``TokenScore`` as arrays: ``logprobs`` is ``TokenScore.logprob``; ``top_ids`` and
-    ``top_logprobs`` are the most likely tokens and their log-probabilities, in falling order."""
+    """The fields of ``TokenScore`` as arrays, for several tokens.
+
+    ``top_ids`` and ``top_logprobs`` have the most likely tokens and their log-probabilities, most
+    likely first.
+    """
 
     logprobs: Float[Array, "*batch"]
     sampling_logprobs: Float[Array, "*batch"]
@@ -43,7 +47,8 @@ class Scores:
 
     @classmethod
     def zeros(cls, shape: tuple[int, ...], most: int) -> "Scores":
-        """Zeros for tokens of this shape, with the ``most`` most likely tokens each."""
+        """Return scores of 0 for tokens of the shape ``shape``. Each token has ``most`` entries in
+        ``top_ids`` and ``top_logprobs``."""
         zeros = jnp.zeros(shape, jnp.float32)
         ids = jnp.zeros((*shape, most), jnp.int32)
         return cls(zeros, zeros, ids, jnp.zeros((*shape, most), jnp.float32))
@@ -58,15 +63,16 @@ def score_tokens(
     temperature: Array,
     among: Allowed | None = None,
 ) -> Scores:
-    """The scores of one token per row.
+    """Compute the scores of one token per row.
 
     Args:
       logits: the model's logits.
       token: the chosen tokens.
       most: how many of the most likely tokens to report.
-      filtered: the logits that the tokens were drawn from; None if all rows are greedy.
-      temperature: the temperature of each row; 0 is greedy.
-      among: bits of the tokens that the most likely ones are selected from; None for all.
+      filtered: the logits from which the tokens were drawn; None if all rows are greedy.
+      temperature: the temperature of each row; 0 means greedy.
+      among: the bit mask of the tokens from which the most likely ones are selected; None for all
+        tokens.
     """
     known = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     chosen = take_tokens(known, token)
@@ -82,13 +88,14 @@ def score_tokens(
 
 
 def take_tokens(numbers: Float[Array, "*rest vocab"], tokens: Int[Array, "*rest"]) -> Array:
-    """The entry of ``tokens`` in an array over the vocabulary: [*rest]."""
+    """Select the entries of ``tokens`` ([*rest]) from an array over the vocabulary, [*rest,
+    vocab]."""
     return jnp.take_along_axis(numbers, tokens[..., None], axis=-1, mode="clip")[..., 0]
 
 
 def token_scores(scores: PyTree, row: int, first: int, end: int, most: int) -> list[TokenScore]:
-    """The scores of a row's tokens ``first`` to ``end``, from ``Scores`` [batch, tokens] on the
-    host."""
+    """Return the scores of a row's tokens from ``first`` up to ``end``, from ``Scores`` [batch,
+    tokens] on the host."""
     chosen, drawn = (
         x[row, first:end].tolist() for x in (scores.logprobs, scores.sampling_logprobs)
     )

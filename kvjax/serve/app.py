@@ -25,11 +25,11 @@ _CONTENT_SECURITY_POLICY = (
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
-"""The page may load nothing from other servers."""
+"""The policy for the page: it may not load anything from other servers."""
 
 
 def make_app(state: ServerState) -> ASGIApp:
-    """An ASGI application that serves the model of ``state``."""
+    """Create the ASGI application that serves the model of ``state``."""
     page, monitoring = _PAGE.read_bytes(), _Monitoring(state)
     parts = state.lm, state.limits, state.token_texts
     completions = GenerationEndpoint(state, CompletionsSchema(*parts))
@@ -118,7 +118,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """An error that Starlette raises, such as an unknown path."""
+    """Respond to an error that Starlette raises, such as an unknown path."""
     assert isinstance(error, HTTPException)
     message = f"no such path: {request.url.path}" if error.status_code == 404 else error.detail
     return APIError(error.status_code, message, headers=error.headers).response()

@@ -1,4 +1,4 @@
-"""Access control: API keys, pages of other sites, and shutdown."""
+"""Access control: API keys, requests from pages of other sites, and shutdown."""
 
 import hashlib
 import hmac
@@ -54,19 +54,21 @@ class AccessMiddleware:
 
 
 class ApiKeys:
-    """API keys, compared in constant time. Without any, every request is authorized."""
+    """The API keys of a server. They are compared in constant time. Without keys, every request is
+    authorized."""
 
     def __init__(self, keys: Sequence[str], share_prefixes: bool) -> None:
         self._secret, self._share_prefixes = secrets.token_bytes(32), share_prefixes
         self._digests = [self._digest(key.encode()) for key in keys]
 
     def tenant(self, authorization: str | None) -> str | None:
-        """The tenant of a request, from its ``Authorization`` header; None if all share prefixes.
+        """Return the tenant of a request, from its ``Authorization`` header; None if all clients
+        share prefixes.
 
         A tenant is a keyed hash, so that the prefix tree never stores an API key.
 
         Raises:
-          APIError: if the server has keys, and the header names none of them.
+          APIError: if the server has keys, and the header does not have one of them.
         """
         if not self._digests:
             return None
@@ -87,7 +89,7 @@ class ApiKeys:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine; names other than ``localhost`` are not resolved."""
+    """Whether a host is this machine. Names other than ``localhost`` are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -97,12 +99,12 @@ def is_loopback(host: str) -> bool:
 def _check_origin(request: Request, allowed: tuple[str, ...]) -> None:
     """Reject requests from web pages of other sites, unless their origin is allowed.
 
-    A browser sends such requests even where it does not let the page read the response. On a
-    loopback address, ``Host`` must be a loopback name too: DNS rebinding can resolve any other
-    name to this machine.
+    A browser sends such requests even if it does not let the page read the response. On a loopback
+    address, ``Host`` must be a loopback name too, because DNS rebinding can resolve any other name
+    to this machine.
 
     Raises:
-      APIError: if the origin is another site.
+      APIError: if the origin is another site that is not allowed.
     """
     origin = request.headers.get("origin")
     if origin is None or origin in allowed or "*" in allowed:

@@ -16,7 +16,7 @@ _UNSUPPORTED = {
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
 }
-"""Unsupported fields, with the values that request nothing."""
+"""Unsupported fields, and the values with which they request nothing."""
 _RESERVED_TEMPLATE_ARGUMENTS = {
     "messages",
     "name",
@@ -56,7 +56,7 @@ class ChatSchema:
         return request
 
     def _parse_messages(self, fields: Fields) -> list[int]:
-        """The conversation as token ids, by the model's chat template."""
+        """Convert the conversation to token ids, with the model's chat template."""
         value, arguments = fields.raw("messages"), fields.raw("chat_template_kwargs")
         if not isinstance(value, list) or not value:
             raise fields.error("messages", "a list of at least one message", value)
@@ -116,7 +116,7 @@ class ChatSchema:
 
 
 def _prompt_ending(fields: Fields) -> dict[str, bool]:
-    """The template arguments for the end of the prompt.
+    """Return the template arguments for the end of the prompt.
 
     By default the prompt ends with the header of the assistant's answer.
     """
@@ -131,7 +131,7 @@ def _prompt_ending(fields: Fields) -> dict[str, bool]:
 
 
 def _parse_message(value: object, name: str) -> dict[str, str]:
-    """A message for a chat template, which expects the content as one string."""
+    """Parse a message for a chat template, which expects the content as one string."""
     fields = _parse_object(value, name)
     role, content, speaker = fields.text("role"), fields.raw("content"), fields.text("name")
     if role not in _ROLES:
@@ -143,13 +143,13 @@ def _parse_message(value: object, name: str) -> dict[str, str]:
         content = "".join(parts)
     if not isinstance(content, str):
         raise fields.error("content", "a string or a list of parts", content)
-    # Templates know the role "developer" only by its older name.
+    # Templates know the role "developer" only by its older name "system".
     message = {"role": "system" if role == "developer" else role, "content": content}
     return message if speaker is None else message | {"name": speaker}
 
 
 def _parse_part(value: object, name: str) -> str:
-    """The text of one part of a message's content."""
+    """Return the text of one part of a message's content."""
     fields = _parse_object(value, name)
     kind = fields.text("type")
     if kind != "text":

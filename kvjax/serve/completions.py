@@ -8,7 +8,7 @@ from kvjax.serve.parse_request import ParsedRequest
 from kvjax.serve.state import Limits
 
 DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default of ``max_tokens``."""
+"""OpenAI's default for ``max_tokens``."""
 
 
 class CompletionsSchema:
@@ -27,7 +27,7 @@ class CompletionsSchema:
         max_tokens = fields.integer("max_tokens", 0)
         if max_tokens == 0 and not echo:
             raise fields.error("max_tokens", "at least 1, or 0 with echo: true", max_tokens)
-        # The engine generates at least one token, also where only the echo is returned.
+        # The engine generates at least one token, even if only the echo is returned.
         requested = None if max_tokens is None else max(max_tokens, 1)
         limit = self._limits.max_new_tokens(
             token_ids, requested, DEFAULT_MAX_TOKENS, self.prompt_field
@@ -103,12 +103,13 @@ class CompletionsSchema:
         }
 
     def _top_logprobs(self, token: int, score: TokenScore) -> dict[str, float]:
-        """The likeliest tokens and the chosen one, by their texts.
+        """Return the log-probabilities of the most likely tokens and of the chosen one, by their
+        texts.
 
-        Of tokens with the same text, the likeliest one is reported. Its value shows whether it is
-        the chosen token.
+        Of several tokens with the same text, only the most likely is reported. Its value shows
+        whether it is the chosen token.
         """
-        # A later entry with the same text replaces an earlier one, so the likeliest comes last.
+        # A later entry with the same text replaces an earlier one, so the most likely comes last.
         entries = [(token, score.logprob), *reversed(score.top_logprobs)]
         return {self._text(each): finite(logprob) for each, logprob in entries}
 

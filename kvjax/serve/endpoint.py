@@ -1,4 +1,4 @@
-"""An endpoint that generates: reads a request, runs it in the engine, and sends the response."""
+"""An endpoint that generates: it reads a request, runs it in the engine, and sends the response."""
 
 import asyncio
 import secrets
@@ -21,11 +21,11 @@ from kvjax.serve.parse_request import EndpointSchema, ParsedRequest, parse_reque
 from kvjax.serve.state import ServerState
 
 _FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
-"""OpenAI's finish reason for each of the engine's."""
+"""OpenAI's finish reason for each finish reason of the engine."""
 
 
 class GenerationResponse:
-    """The response to a request; ``handles``: one for each sample."""
+    """The response to a request. ``handles`` has one handle for each sample."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class GenerationResponse:
         }
 
     async def json(self) -> JsonObject:
-        """The whole response, after all choices have finished.
+        """Return the whole response, after all choices have finished.
 
         Raises:
           APIError: if a choice failed.
@@ -65,7 +65,7 @@ class GenerationResponse:
         return {**self._header, "choices": choices, "usage": self._usage()}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The response as server-sent events; an error ends the stream."""
+        """Yield the response as server-sent events. An error ends the stream."""
         try:
             for index in range(len(self._handles)):
                 if (chunk := self._schema.first_chunk(index)) is not None:
@@ -92,7 +92,7 @@ class GenerationResponse:
             raise APIError(500, str(error)) from None
 
     def _returned(self) -> list[tuple[Handle, Handle | BeamResult, str]]:
-        """The handle, the text and the finish reason of each choice."""
+        """Return the handle, the sequence with the text, and the finish reason of each choice."""
         request, handles = self._request, self._handles
         if request.beam_width > 1:
             for index in range(len(handles)):
@@ -108,7 +108,7 @@ class GenerationResponse:
         return [(handles[i], handles[i], self._finish_reason(i)) for i in indexes]
 
     def _chunks(self, index: int, piece: Piece | None) -> Iterator[JsonObject]:
-        """The chunks for a piece of a choice; ``piece``: None at the end of the choice."""
+        """Yield the chunks for a piece of a choice. ``piece`` is None at the end of the choice."""
         schema, request, handle = self._schema, self._request, self._handles[index]
         if request.echoes and index not in self._echoed:
             self._echoed.add(index)
@@ -128,7 +128,8 @@ class GenerationResponse:
         return self._request.echoes[self._handles.index(handle) // self._request.samples]
 
     def _echo_text(self, handle: Handle) -> tuple[str, list[ScoredToken]]:
-        """The prompt's text and its scored tokens, if the choices repeat the prompt."""
+        """Return the prompt's text and its scored tokens, if the choices repeat the prompt;
+        otherwise nothing."""
         echo = self._echo(handle)
         if echo is None:
             return "", []
@@ -141,10 +142,10 @@ class GenerationResponse:
         sequence: Handle | BeamResult | Piece,
         scores: Sequence[TokenScore] | None,
     ) -> list[ScoredToken]:
-        """New tokens with their scores.
+        """Return new tokens with their scores.
 
-        After an echoed prompt the end token is included: clients that score prompts cut off as
-        many entries as there are new tokens.
+        After an echoed prompt, the end token is included, because clients that score prompts remove
+        one entry per new token.
         """
         if not self._request.logprobs:
             return []
@@ -155,7 +156,7 @@ class GenerationResponse:
         return scored_tokens(sequence.tokens, scores, offsets, ())
 
     def _finish_reason(self, index: int) -> str:
-        """OpenAI's finish reason of a sample.
+        """Return OpenAI's finish reason of a sample.
 
         Raises:
           APIError: if the sample failed or was cancelled.
@@ -174,7 +175,8 @@ class GenerationResponse:
         return _FINISH_REASONS[reason] if self._request.max_tokens else "length"
 
     def _event(self, choice: JsonObject | None) -> bytes:
-        """A server-sent event with a chunk; None for the event with the usage."""
+        """Format a server-sent event with a chunk. If ``choice`` is None, it is the event with the
+        usage."""
         choices = [] if choice is None else [choice]
         event = {**self._header, "object": self._schema.chunk_type, "choices": choices}
         if self._request.include_usage:
@@ -199,14 +201,15 @@ class GenerationResponse:
 async def _merge_pieces(
     service: Service, handles: Sequence[Handle]
 ) -> AsyncGenerator[tuple[int, Piece | None], None]:
-    """The pieces of all handles as they come, each with the index of its handle.
+    """Yield the pieces of all handles in the order in which they arrive, each with the index of its
+    handle.
 
-    The last piece of a handle is None. The queue is bounded, so a slow client holds up only its
-    own request. Handles that are not read to their end are cancelled.
+    The last piece of a handle is None. The queue is bounded, so a slow client delays only its own
+    request. Handles that are not read to their end are cancelled.
 
     Raises:
-      NonFiniteError: as ``Service.pieces``.
-      StoppedError: as ``Service.pieces``.
+      NonFiniteError: for the same reason as ``Service.pieces``.
+      StoppedError: for the same reason as ``Service.pieces``.
     """
     queue: asyncio.Queue[tuple[int, Piece | Exception | None]] = asyncio.Queue(len(handles))
 
@@ -250,7 +253,7 @@ _FIELD_NAMES = {
     "min_new_tokens": "min_tokens",
     "num_beams": "beam_width",
 }
-"""Request fields whose engine settings have another name."""
+"""Request fields whose engine settings have a different name."""
 
 
 class GenerationEndpoint:
@@ -265,9 +268,9 @@ class GenerationEndpoint:
         body = await _read_body(Request(scope, receive), settings.max_body, settings.client_timeout)
         if body is None:
             return
-        # Reserved only now: a client that never sends its body must not take a place.
+        # Reserve the place only now, because a client that never sends its body must not take one.
         with state.queue.reserve() as reservation:
-            # In a thread, because tokenizing a long prompt takes time.
+            # Parse in a thread, because tokenizing a long prompt takes time.
             request = await asyncio.to_thread(self._parse, body)
             reservation.grow(request.num_sequences)
             await _run_until_disconnect(receive, self._respond(request, scope, receive, send))

@@ -17,14 +17,14 @@ _TYPES = {
     500: "server_error",
     503: "server_error",
 }
-"""OpenAI's error type for each HTTP status; every other status is an invalid request."""
+"""OpenAI's error type for each HTTP status. Every other status is an invalid request."""
 
 
 class APIError(Exception):
     """A request that the server rejects or can't complete.
 
-    ``status``: the HTTP status; ``param``: the field that caused the error; ``code``: a
-    machine-readable error code; ``headers``: additional headers of the response.
+    ``status`` is the HTTP status, ``param`` the field that caused the error, ``code`` a
+    machine-readable error code, and ``headers`` additional headers of the response.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class APIError(Exception):
         self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def body(self) -> JsonObject:
-        """The error as OpenAI's JSON object."""
+        """Return the error as OpenAI's JSON object."""
         error_type = _TYPES.get(self.status, "invalid_request_error")
         return {
             "error": {
@@ -52,7 +52,7 @@ class APIError(Exception):
         }
 
     def response(self) -> Response:
-        """The error as an HTTP response."""
+        """Return the error as an HTTP response."""
         return json_response(self.body(), self.status, self.headers)
 
 
@@ -69,7 +69,7 @@ def to_json(value: object) -> bytes:
 def json_response(
     value: object, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An HTTP response with a JSON body."""
+    """Create an HTTP response with a JSON body."""
     return Response(to_json(value), status, headers, "application/json")
 
 
@@ -77,7 +77,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a request body that must be a JSON object.
 
     Raises:
-      APIError: if it is anything else.
+      APIError: if the body is anything else.
     """
 
     def reject_constant(name: str) -> NoReturn:
@@ -95,15 +95,15 @@ def parse_object(body: bytes) -> dict[str, Any]:
 class Fields:
     """A JSON object whose fields are read one by one.
 
-    Reading a field removes it, and ``reject_unknown`` raises for any field left over. A null
-    counts as a missing field. ``prefix``: prepended to field names in errors.
+    Reading a field removes it, and ``reject_unknown`` raises an error for any remaining field. A
+    null counts as a missing field. ``prefix`` is prepended to field names in errors.
     """
 
     def __init__(self, values: dict[str, Any], prefix: str = "") -> None:
         self._values, self._prefix = dict(values), prefix
 
     def error(self, name: str, expected: str, value: object) -> APIError:
-        """The error for a field with a wrong value."""
+        """Create the error for a field with a wrong value."""
         name = self._prefix + name
         return APIError(400, f"{name} must be {expected}, got {_short(value)}", param=name)
 
@@ -133,7 +133,7 @@ class Fields:
         raise self.error(name, "a number", value)
 
     def integer(self, name: str, low: int, high: int | None = None) -> int | None:
-        """Read an integer from ``low`` to ``high``; 2.0 counts as 2."""
+        """Read an integer from ``low`` to ``high``. A number such as 2.0 is accepted as 2."""
         value = self.raw(name)
         if value is None:
             return None
@@ -159,7 +159,8 @@ class Fields:
             self._values.pop(name, None)
 
     def unsupported(self, name: str, *neutral: object) -> None:
-        """Reject an unsupported field, unless it has one of the values that request nothing."""
+        """Reject an unsupported field, unless its value is one of ``neutral``, which request
+        nothing."""
         value = self.raw(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in neutral):
             name = self._prefix + name
@@ -176,7 +177,7 @@ class Fields:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number; booleans are not."""
+    """Whether a JSON value is a finite number. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:
@@ -186,7 +187,7 @@ def is_number(value: Any) -> bool:
 
 
 def _short(value: object) -> str:
-    """A value for an error message, at most 60 characters."""
+    """Format a value for an error message, with at most 60 characters."""
     if isinstance(value, str | int | float | None):
         return f"{value!r:.60}"
     return "a list" if isinstance(value, list) else "an object"

@@ -27,13 +27,13 @@ def scored_tokens(
     offsets: Sequence[int],
     end_tokens: Collection[int],
 ) -> list[ScoredToken]:
-    """New tokens with their scores, without end tokens, which are not part of the text."""
+    """Combine new tokens with their scores, without end tokens, which are not part of the text."""
     scored = [ScoredToken(*each) for each in zip(tokens, scores or (), offsets, strict=True)]
     return [each for each in scored if each.token not in end_tokens]
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can represent: at least -9999."""
+    """Return a log-probability that JSON can represent, which is at least -9999."""
     return max(logprob, -9999.0)
 
 
@@ -47,7 +47,8 @@ class TokenTexts:
         self.lookup = functools.lru_cache(maxsize=65536)(self._lookup)
 
     def _lookup(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text, including a leading space, and its bytes, None if they are unknown.
+        """Return a token's text, including a leading space, and its bytes; None if these are
+        unknown.
 
         A token that is only part of a character has U+FFFD as its text.
         """
@@ -61,7 +62,8 @@ class TokenTexts:
         return text, self._bytes(self._tokenizer.backend.id_to_token(token) or "")
 
     def _bytes(self, name: str) -> list[int] | None:
-        """The bytes of a token, from its name in the vocabulary."""
+        """Return the bytes of a token, from its name in the vocabulary; None if they are
+        unknown."""
         if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):
             return [int(match[1], 16)]
         if self._byte_of is None or not all(letter in self._byte_of for letter in name):
@@ -70,9 +72,11 @@ class TokenTexts:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary encodes (Radford et al., GPT-2, 2019).
+    """Return the byte that each letter of a byte-level vocabulary encodes (Radford et al., GPT-2,
+    2019).
 
-    Printable bytes encode themselves; the others map, in order, to the letters from U+0100 on.
+    Letters of printable bytes encode these bytes. The letters from U+0100 on encode the other
+    bytes, in order.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -82,19 +86,21 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that its choices repeat: its text, its tokens, and the offset of each token."""
+    """A prompt that is repeated in its choices, with its text, its tokens, and the offset of each
+    token."""
 
     text: str
     tokens: list[int]
     offsets: list[int]
 
     def scored(self, scores: Sequence[TokenScore | None]) -> list[ScoredToken]:
-        """The prompt's tokens with their scores."""
+        """Return the prompt's tokens with their scores."""
         return [ScoredToken(*each) for each in zip(self.tokens, scores, self.offsets, strict=True)]
 
 
 def make_echo(tokenizer: Any, prompt: str | list[int], tokens: list[int]) -> Echo:
-    """The echo of a prompt given as text or as token ids; ids are decoded, special ones too."""
+    """Make the echo of a prompt, which is a text or token ids. Ids are decoded, including special
+    tokens."""
     if isinstance(prompt, str):
         return Echo(prompt, tokens, tokenizer.starts(prompt))
     row = RowText(_WithSpecialTokens(tokenizer), ())
@@ -111,5 +117,6 @@ class _WithSpecialTokens:
         self.encode, self._stream = tokenizer.encode, tokenizer.stream
 
     def stream(self, after: Iterable[int] = (), /) -> TokenDecoder:
-        """As ``kvjax.models.text.Tokenizer.stream``."""
+        """Return a decoder like ``kvjax.models.text.Tokenizer.stream``, but with the text of
+        special tokens."""
         return self._stream(after, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and the figures for the web page."""
+"""Metrics for Prometheus, and the numbers for the web page."""
 
 import time
 from collections import deque
@@ -25,11 +25,11 @@ _COUNTERS = {
     "spec_decode_num_accepted_tokens": ("accepted_tokens", "Drafted tokens accepted."),
     "num_preemptions": ("preemptions", "Preemptions of running requests."),
 }
-"""For each counter: the field of ``EngineStats`` it reads, and its description."""
+"""For each counter, the field of ``EngineStats`` from which it is read, and its description."""
 
 
 class Metrics(Collector):
-    """Metrics under vLLM's names, and ``stats`` for the web page."""
+    """Metrics with vLLM's names, and ``stats`` for the web page."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -74,11 +74,11 @@ class Metrics(Collector):
             self._request.observe(times.finished - times.submitted)
 
     def sample(self) -> None:
-        """Sample the token count; called once a second."""
+        """Sample the token count. The server calls this once a second."""
         self._samples.append((time.monotonic(), self._engine.stats().new_tokens))
 
     def stats(self) -> JsonObject:
-        """The figures that the web page draws."""
+        """Return the numbers that the web page draws."""
         stats = self._engine.stats()
         return asdict(stats) | {
             "cached_pages": stats.cached_pages,
@@ -87,11 +87,11 @@ class Metrics(Collector):
         }
 
     def exposition(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in the text format of Prometheus."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics read from the engine; the Prometheus client calls this."""
+        """Yield the metrics that are read from the engine. The Prometheus client calls this."""
         stats = self._engine.stats()
         for name, value, description in (
             ("num_requests_running", stats.running, "Sequences that have a row of the batch."),
@@ -103,7 +103,7 @@ class Metrics(Collector):
             yield CounterMetricFamily(name, description, value=getattr(stats, field))
 
     def _tokens_per_second(self) -> float:
-        """New tokens per second, over the last few samples."""
+        """Return the new tokens per second over the last few samples."""
         if len(self._samples) < 2:
             return 0.0
         (start, before), (end, after) = self._samples[0], self._samples[-1]

@@ -1,4 +1,4 @@
-"""Parses the body of a request."""
+"""Parsing of the body of a request."""
 
 import secrets
 from collections.abc import Callable
@@ -13,7 +13,8 @@ from kvjax.serve.json_body import APIError, Fields, JsonObject, is_number, parse
 from kvjax.serve.logprobs import Echo, ScoredToken
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""Stop strings of a request, and characters of each; all are searched for after every token."""
+"""The maximum number of stop strings of a request, and of characters of each. All of them are
+searched for after every token."""
 _SEEDS = 2**64
 _IGNORED = (
     "user",
@@ -33,14 +34,19 @@ MakeGuide = Callable[[Guides], Guide]
 class ParsedRequest:
     """A parsed request.
 
-    ``prompts``: token ids. ``max_tokens``: new tokens of each choice; 0 returns the echoed prompt
-    alone. ``n``: choices per prompt. ``samples``: sequences drawn per prompt, from which the best
-    ``n`` are returned. ``beam_width``: beams of each sample; 1 for no beam search. ``seed``: of
-    the first sample of each prompt; the following samples count up from it. ``settings``: engine
-    settings that all samples share. ``guides``: the grammar constraint of each sample. ``stream``:
-    whether to send server-sent events; ``include_usage``: whether the last event has the usage.
-    ``logprobs``: whether to return log-probabilities. ``echoes``: the prompts to repeat in the
-    choices, empty for none.
+    Attributes:
+      prompts: the token ids of each prompt.
+      max_tokens: maximum number of new tokens of each choice; 0 to return only the echoed prompt.
+      n: number of choices per prompt.
+      samples: number of sequences that are drawn per prompt. The best ``n`` are returned.
+      beam_width: number of beams of each sample; 1 for no beam search.
+      seed: the seed of the first sample of each prompt. It increases by 1 for each further sample.
+      settings: engine settings of all samples.
+      guides: the grammar constraint of each sample.
+      stream: whether to send server-sent events.
+      include_usage: whether the last event has the usage.
+      logprobs: whether to return log-probabilities.
+      echoes: the prompts to repeat in the choices; empty to repeat none.
     """
 
     prompts: list[list[int]]
@@ -58,13 +64,13 @@ class ParsedRequest:
 
     @property
     def num_sequences(self) -> int:
-        """Samples and beams of all prompts."""
+        """The number of samples, or of beams of all samples, over all prompts."""
         return self.samples * self.beam_width * len(self.prompts)
 
     def engine_requests(self, tenant: str | None) -> list[tuple[list[int], RequestParams]]:
-        """The prompt and the engine settings of each sample.
+        """Return the prompt and the engine settings of each sample.
 
-        ``tenant``: only requests of the same tenant share cached prefixes.
+        Only requests with the same ``tenant`` share cached prefixes.
         """
         requests = []
         for index in range(self.samples * len(self.prompts)):
@@ -80,10 +86,12 @@ class ParsedRequest:
 
 
 class EndpointSchema(Protocol):
-    """What one endpoint defines: the fields of its requests, and the form of its choices.
+    """The part of an endpoint that differs between endpoints: the fields of requests, and the form
+    of choices.
 
-    ``prompt_field``: the field with the prompts. ``id_prefix``: of response ids.
-    ``response_type``, ``chunk_type``: the ``object`` field of a response and of a streamed chunk.
+    ``prompt_field`` is the field with the prompts. ``id_prefix`` is the prefix of response ids.
+    ``response_type`` and ``chunk_type`` are the values of the field ``object`` in a response and in
+    a streamed chunk.
     """
 
     prompt_field: str
@@ -98,17 +106,18 @@ class EndpointSchema(Protocol):
     def choice(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str
     ) -> JsonObject:
-        """A finished choice; ``scored``: its tokens, if log-probabilities were requested."""
+        """Return a finished choice. ``scored`` has its tokens, if log-probabilities were
+        requested."""
         ...
 
     def first_chunk(self, index: int) -> JsonObject | None:
-        """What a stream sends before the text of a choice, if anything."""
+        """Return the chunk that a stream sends before the text of a choice, or None."""
         ...
 
     def chunk(
         self, index: int, text: str, scored: list[ScoredToken] | None, finish_reason: str | None
     ) -> JsonObject:
-        """A chunk of a choice; ``finish_reason``: None if more chunks follow."""
+        """Return a chunk of a choice. ``finish_reason`` is None if more chunks follow."""
         ...
 
 
@@ -123,13 +132,14 @@ def parse_request(
     """Parse the body of a request.
 
     Args:
-      schema: parses the endpoint's own fields.
+      body: the body.
+      schema: parses the fields that only this endpoint has.
       model: the name of the served model.
-      max_sequences: the limit on samples or beams, over all prompts.
-      guides: returns the grammar compiler; called only if the request has a grammar.
+      max_sequences: the maximum number of samples or beams, over all prompts.
+      guides: returns the grammar compiler. It is called only if the request has a grammar.
 
     Raises:
-      APIError: with the field that is wrong.
+      APIError: if a field is wrong. The error names it.
     """
     fields = Fields(parse_object(body))
     if fields.text("model") not in (None, model):
@@ -155,7 +165,8 @@ def parse_request(
 
 
 def _parse_counts(fields: Fields, request: ParsedRequest, max_sequences: int) -> None:
-    """Read the number of choices, of samples to choose them from, and the beam search."""
+    """Read the number of choices, the number of samples from which they are chosen, and the
+    settings of a beam search."""
     request.n = fields.integer("n", 1) or 1
     best_of = fields.integer("best_of", 1)
     if best_of is not None and best_of < request.n:
@@ -219,8 +230,8 @@ def _parse_sampling(fields: Fields, request: ParsedRequest) -> None:
     settings = request.settings
     request.logprobs = "logprobs" in settings
     if request.samples > request.n:
-        settings.setdefault("logprobs", 0)  # choosing the best samples needs their scores
-    # The engine checks their ranges. ``min_new_tokens`` has another name here.
+        settings.setdefault("logprobs", 0)  # the best samples are chosen by their scores
+    # The engine checks the ranges. ``min_new_tokens`` has a different name here.
     given = {name: fields.number(name) for name in PARAMS if name != "min_new_tokens"}
     if given["top_k"] in (0, -1):
         given["top_k"] = None
@@ -262,7 +273,8 @@ def _parse_logit_bias(fields: Fields) -> dict[int, float]:
 
 
 def _parse_constraint(fields: Fields) -> tuple[str, MakeGuide] | None:
-    """The field that constrains the text to a grammar, and how to make its guide."""
+    """Return the field that constrains the text to a grammar, and a function that makes the guide;
+    None without a constraint."""
     response_format = fields.nested("response_format")
     structured_outputs = fields.nested("structured_outputs")
     make_guide = None if response_format is None else _parse_response_format(response_format)
@@ -290,7 +302,7 @@ def _parse_constraint(fields: Fields) -> tuple[str, MakeGuide] | None:
 
 
 def _parse_response_format(fields: Fields) -> MakeGuide | None:
-    """How to make the guide of a ``response_format``; None for plain text."""
+    """Return a function that makes the guide of a ``response_format``; None for plain text."""
     kind = fields.text("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise fields.error("type", "text, json_object or json_schema", kind)
@@ -309,7 +321,7 @@ def _parse_response_format(fields: Fields) -> MakeGuide | None:
 def _make_guides(
     constraint: tuple[str, MakeGuide] | None, count: int, guides: Callable[[], Guides]
 ) -> list[Guide | None]:
-    """A guide for each sample."""
+    """Make a guide for each sample."""
     if constraint is None:
         return [None] * count
     name, make_guide = constraint

@@ -24,9 +24,9 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class Server:
-    """An engine that answers requests over HTTP.
+    """A server that answers HTTP requests with an engine.
 
-    ``state``: what the requests share; set once the server runs.
+    ``state`` is the state that requests share. It is set when the server runs.
     """
 
     state: ServerState
@@ -45,9 +45,11 @@ class Server:
         """Serve on a bound socket until ``stop`` is called.
 
         Args:
-          ready: called once the server accepts requests.
+          listener: the bound socket.
+          ready: a function that is called when the server accepts requests.
           signals: signals that stop the server.
-          on_second_signal: called if another of these signals arrives during shutdown.
+          on_second_signal: a function that is called if one of these signals arrives during
+            shutdown.
 
         Raises:
           RuntimeError: if the engine fails.
@@ -74,9 +76,9 @@ class Server:
                 raise RuntimeError(f"the engine failed: {service.error!r}") from service.error
 
     def stop(self) -> None:
-        """Shut down; call this in the thread of the event loop.
+        """Shut down. Call this in the thread of the event loop.
 
-        New requests are rejected. Accepted requests have the grace period to finish.
+        New requests are rejected. Accepted requests may finish within ``shutdown_timeout`` seconds.
         """
         self._stop.set()
 
@@ -116,7 +118,7 @@ class Server:
 
 
 class _HttpServer(uvicorn.Server):
-    """A uvicorn server that calls ``ready`` and leaves signals to its caller."""
+    """A uvicorn server that calls ``ready`` after startup, and does not handle signals itself."""
 
     def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
         super().__init__(config)
@@ -170,7 +172,7 @@ class TimeoutProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def _update_idle_timer(self) -> None:
-        """Run the timer while no request is being answered."""
+        """Run the idle timer while no request is being answered."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._idle_timer = _cancel(self._idle_timer)
         elif self._idle_timer is None and not self.transport.is_closing():
@@ -183,7 +185,8 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket bound to an address, not yet listening; port 0 chooses a free port.
+    """Create a socket that is bound to an address but not yet listening. Port 0 chooses a free
+    port.
 
     Raises:
       OSError: if the address does not exist or is in use.
@@ -201,6 +204,6 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of a bound socket."""
+    """Return the URL of a bound socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

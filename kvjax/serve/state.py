@@ -1,4 +1,4 @@
-"""A server's settings, its limits, and the state that its requests share."""
+"""The settings of a server, its limits, and the state that its requests share."""
 
 import math
 import time
@@ -22,8 +22,8 @@ RETRY_AFTER = 1
 class Limits:
     """The limits on one request.
 
-    ``max_len``: positions for a prompt and its new tokens; ``max_sequences``: samples or beams,
-    over all prompts.
+    ``max_len`` is the maximum number of positions for a prompt and its new tokens.
+    ``max_sequences`` is the maximum number of samples or beams, over all prompts.
     """
 
     def __init__(self, pool_config: PoolConfig, max_sequences: int) -> None:
@@ -38,11 +38,12 @@ class Limits:
     def max_new_tokens(
         self, prompts: list[list[int]], requested: int | None, default: int | None, field: str
     ) -> int:
-        """The number of new tokens for each prompt: as requested, else ``default``, else as many
-        as fit. ``field``: the field with the prompts.
+        """Return the maximum number of new tokens for each prompt. It is the requested number, or
+        else ``default``, or else as many as fit. ``field`` is the name of the field with the
+        prompts.
 
         Raises:
-          APIError: if they do not fit.
+          APIError: if this number of tokens does not fit.
         """
         longest = max(map(len, prompts))
         available = new_tokens_for(self.max_len, longest)
@@ -56,7 +57,8 @@ class Limits:
 
 
 def _longest_sequence(pool_config: PoolConfig) -> int:
-    """The longest sequence that fits an engine's positions and pools, in tokens."""
+    """Return the length of the longest sequence that fits in an engine's positions and pools, in
+    tokens."""
 
     def fits(tokens: int) -> bool:
         return all(
@@ -72,13 +74,13 @@ def _longest_sequence(pool_config: PoolConfig) -> int:
 
 
 class RequestQueue:
-    """Counts the sequences that run or wait, up to ``capacity``."""
+    """Counts the sequences that run or wait. There may be at most ``capacity``."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity, self.in_use = capacity, 0
 
     def check(self, count: int) -> None:
-        """Raise ``APIError`` if the queue can't take ``count`` more sequences now."""
+        """Raise ``APIError`` if the queue has no place for ``count`` more sequences at present."""
         if self.in_use + count > self.capacity:
             raise APIError(
                 429,
@@ -97,7 +99,7 @@ class RequestQueue:
 
 
 class Reservation:
-    """The places that one request takes in the queue, until its context ends."""
+    """The places of one request in the queue, until its context ends."""
 
     def __init__(self, queue: RequestQueue) -> None:
         self._queue, self._count = queue, 0
@@ -114,7 +116,8 @@ class Reservation:
         """Reserve ``count`` places in total.
 
         Raises:
-          APIError: if that is more than the queue can ever take, or takes now.
+          APIError: if the queue does not have this number of places, or not enough of them are
+            free.
         """
         capacity, more = self._queue.capacity, count - self._count
         if count > capacity:
@@ -129,13 +132,15 @@ class Reservation:
 class ServerSettings:
     """The settings of a server.
 
-    ``name``: the model's name in requests. ``api_keys``: the keys that clients may send; without
-    any, no key is needed. ``share_prefixes``: whether clients with different keys share cached
-    prefixes. ``allowed_origins``: other sites whose pages may send requests, such as
-    ``https://example.org``. ``max_sequences``: sequences that run or wait at once. ``max_body``:
-    size of a request, in bytes. ``client_timeout``: seconds that a client may take to send a
-    request or to read from its response. ``shutdown_timeout``: seconds to finish accepted requests
-    at shutdown.
+    Attributes:
+      name: the model's name in requests.
+      api_keys: the keys that clients may send. If it is empty, no key is needed.
+      share_prefixes: whether clients with different keys share cached prefixes.
+      allowed_origins: other sites whose pages may send requests, such as ``https://example.org``.
+      max_sequences: maximum number of sequences that run or wait at the same time.
+      max_body: maximum size of a request's body in bytes.
+      client_timeout: seconds that a client may take to send a request or to read from its response.
+      shutdown_timeout: seconds to finish accepted requests at shutdown.
 
     Raises:
       ValueError: if a setting is out of range.
@@ -168,11 +173,12 @@ class ServerSettings:
 
 @dataclass
 class ServerState:
-    """What the requests of a server share.
+    """The state that all requests of a server share.
 
-    ``lm``: the model; ``service``: its engine's service. ``created``: start time, in seconds
-    since 1970. ``draining``: whether the server is shutting down. ``active_requests``: requests
-    in progress; ``handles``: the engine's handles for them. The remaining fields are derived.
+    ``lm`` is the model, and ``service`` the service of its engine. ``created`` is the start time in
+    seconds since 1970. ``draining`` says whether the server is shutting down. ``active_requests``
+    is the number of requests in progress, and ``handles`` has the engine's handles for them. The
+    other fields are computed from these.
     """
 
     lm: LanguageModel
@@ -197,12 +203,12 @@ class ServerState:
         self._guides: Guides | None = None
 
     def guides(self) -> Guides:
-        """The grammar compiler, created on first use.
+        """Return the grammar compiler, which is created on first use.
 
-        Two threads that call this at once may create two; either one works.
+        Two threads that call this at the same time may create two compilers. Either one works.
 
         Raises:
-          ValueError: as ``Guides``.
+          ValueError: for the same reasons as ``Guides``.
         """
         if self._guides is None:
             self._guides = Guides(self.lm)
