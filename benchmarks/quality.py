@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from kvjax.quality import reports
 from kvjax.quality.evaluation import CacheBytes, Quality, compute_quality, evaluate
 
 RESULTS = Path(__file__).parent / "results" / "quality"
-TRANSFORMERS = {
+TRANSFORMERS: dict[str, Any] = {
     "quanto 4 bits": ("quanto", 4, 0, 0),
     "quanto 4 bits, keys per channel": ("quanto", 4, -1, 0),
     "quanto 2 bits": ("quanto", 2, 0, 0),
@@ -43,7 +43,7 @@ TRANSFORMERS = {
 }
 """Backend, bits, and the axes of keys and values, with groups of 64 and a residual of 128."""
 
-LLAMA_CPP = {
+LLAMA_CPP: dict[str, Any] = {
     "llama.cpp q8_0": ("q8_0", "q8_0"),
     "llama.cpp q5_1": ("q5_1", "q5_1"),
     "llama.cpp q8_0 keys, q4_0 values": ("q8_0", "q4_0"),
@@ -224,11 +224,11 @@ def main() -> None:
         ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
         for peer in given.peers:
             beside = {f"kvjax {name}": quality for name, quality in ours.items()}
-            measure, caches = (
-                (transformers_quality, TRANSFORMERS)
-                if peer == "transformers"
-                else (llama_cpp_quality, LLAMA_CPP)
-            )
+            ways: dict[str, tuple[Callable[..., Quality], dict[str, Any]]] = {
+                "transformers": (transformers_quality, TRANSFORMERS),
+                "llama_cpp": (llama_cpp_quality, LLAMA_CPP),
+            }
+            measure, caches = ways[peer]
             for name, setting in caches.items():
                 beside[name] = measure(folder, lm.config, windows, *setting)
                 print(name, asdict(beside[name].overall), flush=True)

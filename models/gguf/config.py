@@ -8,6 +8,7 @@ patterns of sliding layers, scales of attention scores) follows llama.cpp, which
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import numpy as np
 
@@ -15,6 +16,11 @@ from kvjax.core.typing import Json
 from kvjax.core.validation import CheckpointError
 
 from .file import GGUFFile, GGUFTensor, Value
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether a value is a finite number, and not a bool."""
+    return isinstance(value, int | float) and type(value) is not bool and math.isfinite(value)
 
 
 class Metadata:
@@ -55,7 +61,7 @@ class Metadata:
     def number(self, name: str, default: float | None = None) -> float:
         value = self._scalar(name)
         value = default if value is None else value
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
+        if not is_number(value) or value <= 0:
             raise self.wrong(self.key(name), "a finite number above 0")
         return float(value)
 

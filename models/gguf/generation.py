@@ -1,10 +1,11 @@
 """Read the end tokens and sampling parameters of a GGUF file."""
 
-import math
+import numpy as np
 
 from kvjax.core.validation import CheckpointError
 from kvjax.generation.model import GenerationDefaults
 
+from .config import is_number
 from .file import GGUFFile
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
@@ -46,14 +47,12 @@ def read_generation(file: GGUFFile) -> GenerationDefaults:
 def _end_tokens(file: GGUFFile) -> tuple[int, ...]:
     """The token ids that end a text, those named by the file first."""
     named = [_token(file, name) for name in _END_IDS]
-    tokens = file.metadata.get("tokenizer.ggml.tokens", [])
-    types = file.metadata.get("tokenizer.ggml.token_type", ())
-    numbers = dict(zip(tokens, range(len(tokens)), strict=True)) if isinstance(tokens, list) else {}
-    found = [
-        numbers[text]
-        for text in _END_TOKENS
-        if text in numbers and numbers[text] < len(types) and types[numbers[text]] == _CONTROL
-    ]
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    types = file.metadata.get("tokenizer.ggml.token_type")
+    found = []
+    if isinstance(tokens, list) and isinstance(types, np.ndarray) and len(types) == len(tokens):
+        control = {tokens[n]: int(n) for n in np.flatnonzero(types == _CONTROL)}
+        found = [control[text] for text in _END_TOKENS if text in control]
     return tuple(dict.fromkeys(n for n in (*named, *found) if n is not None))
 
 
@@ -69,6 +68,6 @@ def _token(file: GGUFFile, name: str) -> int | None:
 
 def _number(file: GGUFFile, key: str) -> float:
     value = file.metadata[key]
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+    if not is_number(value) or value < 0:
         raise CheckpointError(f"{file.path}: {key} is {value!r}; expected a number of at least 0")
     return value

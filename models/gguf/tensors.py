@@ -12,7 +12,7 @@ import numpy as np
 
 from kvjax.core.validation import CheckpointError
 
-from ..config import DecoderConfig, GPT2Config, NeoXConfig
+from ..config import Config, NeoXConfig
 from ..files import Stored
 from .config import GGUFArchitecture
 from .file import GGUFFile, tensor_names
@@ -24,7 +24,7 @@ _WITHOUT_PARAMETER = re.compile(r"^(rope_freqs|rope_factors_(short|long))\.weigh
 def match_tensors(
     file: GGUFFile,
     architecture: GGUFArchitecture,
-    config: DecoderConfig | GPT2Config,
+    config: Config,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Stored:
     """The tensor of each parameter.
@@ -69,7 +69,7 @@ def match_tensors(
 
 
 def _adjustment(
-    parameter: str, architecture: GGUFArchitecture, config: DecoderConfig | GPT2Config
+    parameter: str, architecture: GGUFArchitecture, config: Config
 ) -> Callable[[np.ndarray], np.ndarray] | None:
     """What undoes the converter's change of a parameter; None if it changes nothing."""
     if architecture.interleaved and (match := re.search(r"\.self_attn\.([qk])_proj\.", parameter)):
