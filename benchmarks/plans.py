@@ -58,7 +58,8 @@ def _sizes(shapes: Mapping[str, ModelShape]) -> str:
 
 def _operations(shapes: Mapping[str, ModelShape]) -> str:
     rows = [
-        "| one token after | operations | without a cache | bytes read | without a cache |",
+        "| one token after | operations | operations without a cache | bytes read "
+        "| bytes read without a cache |",
         "| --- | --- | --- | --- | --- |",
     ]
     for name, shape in shapes.items():
