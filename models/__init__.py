@@ -1,7 +1,8 @@
 """Models: configurations, architectures, weights and tokenizers of checkpoints.
 
-``load()`` gives the embedded model; ``load(folder)`` and ``load("owner/name")`` any other of the
-families that ``supported()`` lists, or the text part of one that reads images, audio or video too.
+``load()`` loads the embedded model. ``load(folder)`` and ``load("owner/name")`` load any model of
+the families that ``supported()`` lists, or the text part of a model that also reads images, audio
+or video.
 """
 
 from kvjax.generation.detokenizer import TextStream

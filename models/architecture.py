@@ -62,7 +62,7 @@ FAMILIES: dict[type, type[Frame]] = {
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without its parameters: hashable, a static argument of ``jit``.
+    """A model without its parameters. It is hashable, and a static argument of ``jit``.
 
     Example:
       ```python
@@ -88,18 +88,20 @@ class Architecture:
         """Run the model.
 
         Args:
-          params: nested dict of arrays, as ``load`` and ``init_params`` return it.
+          params: the parameters, a nested dict of arrays, as ``load`` and ``init_params`` return
+            them.
           tokens: int32[batch, new], padded on the right.
-          cache: the cache of the earlier tokens; None runs the training pass.
+          cache: the cache with the earlier tokens. None runs a pass without a cache, as in
+            training.
           lengths: int32[batch], the number of real tokens in each row; by default all.
-          last_only: return only the logits of each row's last real token.
-          max_len: without a cache, the length for length-dependent rotary frequencies (dynamic,
-            longrope); by default ``new``. With a cache, the cache's length is used.
+          last_only: whether to return only the logits of each row's last real token.
+          max_len: the length for length-dependent rotary frequencies (dynamic, longrope) if there
+            is no cache; by default ``new``. With a cache, the cache's length is used.
 
         Returns:
-          float32[batch, new, vocab] (``[batch, 1, vocab]`` with ``last_only``), and, if a cache
-          was given, the updated cache. A traced token id outside the vocabulary makes the logits
-          NaN from that token on, and, with a cache, sets the status ``NO_SUCH_TOKEN``.
+          The logits, float32[batch, new, vocab] (or [batch, 1, vocab] with ``last_only``) and, if a
+          cache was given, the updated cache. A traced token id outside the vocabulary makes the
+          logits NaN from this token on. With a cache, it also sets the status ``NO_SUCH_TOKEN``.
 
         Raises:
           ValueError: if a concrete token id is outside the vocabulary, the shapes of tokens and
@@ -156,7 +158,7 @@ class Architecture:
         last_only: bool,
         max_len: int | None,
     ) -> Any:
-        """One pass through the module."""
+        """Run one pass through the module."""
         graph, empty = _split(self.config)
         module = nnx.merge(graph, _restore(empty, params))
         logits, cache = module(
@@ -186,12 +188,13 @@ class Architecture:
             row for each text.
 
         Returns:
-          The filled ``source``. Pass it to ``apply`` as ``params["source"]``. Differentiable if its
-          codecs are ``Raw``.
+          The filled ``source``. Pass it to ``apply`` as ``params["source"]``. It is differentiable
+          if its codecs are ``Raw``.
 
         Raises:
           ValueError: if the model has no encoder, ``source`` is not empty or too small, or a
-            concrete token id is outside the vocabulary. A traced one sets the cache's status.
+            concrete token id is outside the vocabulary. A traced one sets the status of the cache
+            instead.
         """
         if not self.encodes:
             raise ValueError("the model has no encoder: give the tokens as its prompt")
@@ -210,11 +213,12 @@ class Architecture:
         return source if wrong is None else note_tokens(source, jnp.any(wrong, axis=1))
 
     def abstract_params(self) -> Params:
-        """Shapes and dtypes of the parameters: a nested dict of ``jax.ShapeDtypeStruct``."""
+        """Return the shapes and dtypes of the parameters, a nested dict of
+        ``jax.ShapeDtypeStruct``."""
         return _plain(_split(self.config)[1])
 
     def param_shardings(self, mesh: Mesh | AbstractMesh) -> Params:
-        """The sharding of each parameter over a mesh: see ``kvjax.models.layers``.
+        """Return the sharding of each parameter over a mesh; see ``kvjax.models.layers``.
 
         Raises:
           ValueError: if the mesh does not have the axes of ``kvjax.make_mesh``.
@@ -226,12 +230,12 @@ class Architecture:
         )  # fmt: skip
 
     def save(self, params: Params, checkpoint: Path, folder: Path) -> None:
-        """Write parameters as a checkpoint: see ``kvjax.models.weights``."""
+        """Write parameters as a checkpoint; see ``kvjax.models.weights``."""
         save(self.config, without_source(params), checkpoint, folder)
 
     @allow_host_to_device
     def init_params(self, seed: int) -> Params:
-        """Random parameters, for training from scratch."""
+        """Create random parameters, for training from scratch."""
 
         def make(key: Array) -> Params:
             return _plain(nnx.state(FAMILIES[type(self.config)](self.config, rngs=nnx.Rngs(key))))
@@ -241,13 +245,13 @@ class Architecture:
 
 @functools.lru_cache(maxsize=64)
 def _split(config: Config) -> tuple[nnx.GraphDef, nnx.State]:
-    """The module's graph, and its state with shapes in place of arrays."""
+    """Return the module's graph, and its state with shapes instead of arrays."""
     family = FAMILIES[type(config)]
     return nnx.split(nnx.eval_shape(lambda: family(config, rngs=nnx.Rngs(0))))
 
 
 def _plain(state: nnx.State) -> Params:
-    """An NNX state as nested dicts whose keys are strings."""
+    """Convert an NNX state to nested dicts whose keys are strings."""
 
     def strings(node: PyTree) -> PyTree:
         if isinstance(node, dict):
@@ -258,7 +262,7 @@ def _plain(state: nnx.State) -> Params:
 
 
 def _restore(empty: nnx.State, params: Params) -> nnx.State:
-    """``params`` in the form of the state ``empty``."""
+    """Convert ``params`` to an NNX state with the structure of ``empty``."""
 
     def fill(path: tuple[object, ...], variable: nnx.Variable) -> nnx.Variable:
         node: PyTree = params
@@ -277,8 +281,8 @@ _OF_LAYERS = ("windows", "rope_layers")
 
 
 def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
-    """A model that consists of a model's first layers, its final norm and its head. It shares the
-    arrays of ``lm``, so it is a draft model without weights of its own.
+    """Make a model from a model's first layers, its final norm and its head. It shares the arrays
+    of ``lm``, so as a draft model it needs no additional memory for weights.
 
     Source: Elhoushi et al., LayerSkip, arXiv:2404.16710; Zhang et al., arXiv:2309.08168.
 
@@ -287,8 +291,8 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
       layers: how many layers to keep, fewer than the model has.
 
     Raises:
-      ValueError: if the model does not have more layers than that; if its layers share keys and
-        values, or it has an encoder; if it is not a model of ``kvjax.models``.
+      ValueError: if the model does not have more layers than ``layers``, its layers share keys and
+        values, it has an encoder, or it is not a model of ``kvjax.models``.
 
     Example:
       ```python
@@ -321,7 +325,7 @@ def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
 
 
 def _like(names: PyTree, params: PyTree) -> PyTree:
-    """The parameters with these names."""
+    """Select the parameters with the given names."""
     if not isinstance(names, dict):
         return params
     return {name: _like(node, params[name]) for name, node in names.items()}

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text from a checkpoint, rendered in a sandbox.
+"""Chat templates: Jinja texts of a checkpoint, which are rendered in a sandbox.
 
 Templates are untrusted code. They run in Jinja's immutable sandbox and see only plain data: copies
 of the strings, numbers, lists and dicts that the caller passed.
@@ -33,7 +33,8 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks assistant turns for training; it has no effect on rendering."""
+    """The tag ``{% generation %}``, which marks assistant turns for training. It has no effect on
+    rendering."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -68,14 +69,14 @@ class ChatTemplates:
           messages: dicts with ``role`` and ``content``, oldest first. If the template reads only
             lists of content parts (some multimodal checkpoints), string contents are converted to
             a list with one text part.
-          add_generation_prompt: end with the header of the assistant's next message. The default
-            is True unless ``continue_final_message`` is set.
-          continue_final_message: end with the content of the last message and omit the
-            end-of-turn tokens, so that the model continues that message.
+          add_generation_prompt: whether to end with the header of the assistant's next message. The
+            default is True, unless ``continue_final_message`` is set.
+          continue_final_message: whether to end with the content of the last message, without
+            end-of-turn tokens, so that the model continues this message.
           name: the template to use. The default is ``tool_use`` if ``tools`` are given and the
             checkpoint has that template, otherwise ``default``.
           template: the text of a template to use instead of the checkpoint's.
-          **variables: other variables for the template, such as ``tools`` and ``documents``.
+          **variables: more variables for the template, such as ``tools`` and ``documents``.
 
         Raises:
           ValueError: if the checkpoint has no template, ``messages`` is empty, a message is not
@@ -95,7 +96,8 @@ class ChatTemplates:
         for message in checked:
             if not isinstance(message, Mapping) or "role" not in message:
                 raise ValueError(f"a message must be a dict with a role, got {short_repr(message)}")
-        # Like Transformers: templates handle a missing key but not None.
+        # As in Transformers, None is treated like a missing key, because templates do not handle
+        # None.
         cleaned = [{k: v for k, v in message.items() if v is not None} for message in checked]
         try:
             plain = json.loads(json.dumps({"messages": cleaned, **variables}))
@@ -206,7 +208,7 @@ def _marked(messages: list[Json]) -> str:
 
 
 def _cut(rendered: str, final: str) -> str:
-    """The rendered conversation up to the marker after the last message's text."""
+    """Return the rendered conversation up to the marker after the last message's text."""
     end = rendered.rfind(_CUT.rstrip())
     trims = not rendered.startswith(_CUT, end)
     rendered = rendered[: max(end, 0)]
@@ -240,7 +242,8 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's ``tojson``, does not escape ``<``, ``>`` and ``&``."""
+    """Convert a value to JSON. Unlike Jinja's ``tojson``, this does not escape ``<``, ``>`` and
+    ``&``."""
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

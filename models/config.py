@@ -5,7 +5,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal
 
 DTYPES = ("bfloat16", "float16", "float32")
-"""The dtypes that models can compute in."""
+"""The dtypes in which models can compute."""
 
 NARROWED = {"float64": "float32"}
 """Stored dtypes that are converted when weights are read."""
@@ -15,16 +15,17 @@ Parameter = float | int | bool | tuple[float, ...] | None
 
 @dataclass(frozen=True)
 class TensorNames:
-    """How the tensors of a model family are named in files.
+    """The names of a model family's tensors in files.
 
     Attributes:
       prefix: the prefix that is missing in files of a model without its head.
       embedding: the tensor that a tied ``lm_head.weight`` equals.
-      buffers: tensors of older files that are ignored, as in Transformers.
+      buffers: tensors in older files that are ignored, as in Transformers.
       transposed: tensors that files store as [in, out].
-      renamed: pattern and replacement for names that are read.
-      written: pattern and replacement for names that are written.
-      experts: how files store expert weights, see ``models/moe.py``; None without experts.
+      renamed: patterns and replacements for names that are read.
+      written: patterns and replacements for names that are written.
+      experts: how files store the weights of experts, see ``models/moe.py``; None for models
+        without experts.
     """
 
     prefix: str
@@ -56,14 +57,14 @@ class RopeConfig:
     parameters: tuple[tuple[str, Parameter], ...] = ()
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many channels of a head are rotated, counted from the first."""
+        """Return how many channels of a head are rotated, counted from the first."""
         # The kind `proportional` rotates the other channels by an angle of 0.
         part = 1.0 if self.rope_type == "proportional" else self.partial_rotary_factor
         return int(head_dim * part)
 
     def context(self, max_position_embeddings: int) -> int:
-        """The context length after scaling. For yarn and dynamic, ``max_position_embeddings`` can
-        be the length before scaling."""
+        """Return the context length after scaling. For yarn and dynamic,
+        ``max_position_embeddings`` may be the length before scaling."""
         parameters: Any = dict(self.parameters)
         if self.rope_type not in ("yarn", "dynamic"):
             return max_position_embeddings
@@ -71,7 +72,8 @@ class RopeConfig:
         return max(max_position_embeddings, int(trained * parameters.get("factor", 1.0)))
 
     def same_at(self, max_len: int, other: int, max_position_embeddings: int) -> bool:
-        """Whether sequences of up to these two lengths use the same frequencies."""
+        """Return whether sequences of up to ``max_len`` and up to ``other`` tokens use the same
+        frequencies."""
         if self.rope_type == "longrope":
             trained: Any = dict(self.parameters)["original_max_position_embeddings"]
             return (max_len > trained) == (other > trained)
@@ -85,23 +87,25 @@ class DecoderConfig:
     """A decoder with rotary positions. Fields are named as in ``config.json`` where it has them.
 
     Attributes:
-      qk_norm: whether queries and keys are normalized, each head on its own.
-      qk_norm_joint: whether that norm spans all heads.
+      qk_norm: whether queries and keys are normalized, each head separately.
+      qk_norm_joint: whether this norm is over all heads together.
       rope: rotary positions.
-      rope_layers: whether each layer has rotary positions; empty if all have. The others have no
-        positions.
-      rope_interleaved: whether each channel is rotated with the next one. Otherwise it is rotated
-        with the one half a head further.
-      local_rope: rotary positions of layers with a window; None if they are the same.
-      windows: the window of each layer. The query at position ``p`` sees positions above
-        ``p - window``; None sees all.
+      rope_layers: for each layer, whether it has rotary positions; empty if all layers have them.
+        Layers without rotary positions have no positions at all.
+      rope_interleaved: whether channels 2i and 2i + 1 form a rotated pair. Otherwise channels i and
+        i + half form a pair.
+      local_rope: rotary positions of layers with a window; None if they are the same as ``rope``.
+      windows: the window of each layer, or None for full attention. The query at position ``p``
+        sees positions greater than ``p - window``.
       dtype: the dtype of computation and, by default, of the cache.
       norm_offset: norms scale by ``norm_offset + weight``.
       wide_norms: whether norms scale in float32. Norms with an offset always do.
-      centered_norms: whether norms subtract the mean first: layer norms without a bias.
+      centered_norms: whether norms subtract the mean first, which makes them layer norms without a
+        bias.
       pre_norms, post_norms: whether attention and feed-forward are normalized before and after.
       scale_embeddings: whether embeddings are multiplied by the square root of their width.
-      query_pre_attn_scalar: scores are divided by its square root; None means ``head_dim``.
+      query_pre_attn_scalar: a number by whose square root scores are divided; None means
+        ``head_dim``.
       attn_logit_softcapping, final_logit_softcapping: soft caps; None disables them.
     """
 
@@ -152,24 +156,25 @@ class DecoderConfig:
 
     @property
     def position_limit(self) -> int | None:
-        """How many positions the model has: None, because rotary positions have no limit."""
+        """The number of positions that the model supports. It is None, because rotary positions
+        have no limit."""
         return None
 
     @property
     def context(self) -> int:
-        """The context length that the model was trained for, in tokens."""
+        """The context length for which the model was trained, in tokens."""
         trained = self.max_position_embeddings
         return max((rope.context(trained) for rope in self.ropes if rope), default=trained)
 
     @property
     def query_scale(self) -> float:
-        """The factor of attention scores."""
+        """The factor by which attention scores are multiplied."""
         scalar = self.query_pre_attn_scalar
         return (self.head_dim if scalar is None else scalar) ** -0.5
 
     @property
     def ropes(self) -> tuple[RopeConfig | None, ...]:
-        """The rotary positions of each layer; None for layers without."""
+        """The rotary positions of each layer; None for layers without rotary positions."""
         local = self.local_rope or self.rope
         rotated = self.rope_layers or (True,) * self.num_hidden_layers
         return tuple(
@@ -178,7 +183,8 @@ class DecoderConfig:
         )
 
     def same_rotary(self, max_len: int, other: int) -> bool:
-        """Whether caches of these two capacities rotate keys with the same frequencies."""
+        """Return whether caches with the capacities ``max_len`` and ``other`` rotate keys with the
+        same frequencies."""
         trained = self.max_position_embeddings
         return all(rope.same_at(max_len, other, trained) for rope in set(self.ropes) if rope)
 
@@ -254,18 +260,19 @@ class GPT2Config:
 
     @property
     def position_limit(self) -> int | None:
-        """How many positions the model has: the rows of its position table."""
+        """The number of positions that the model supports, which is the number of rows of its
+        position table."""
         return self.max_position_embeddings
 
     @property
     def context(self) -> int:
-        """The context length that the model was trained for, in tokens."""
+        """The context length for which the model was trained, in tokens."""
         return self.max_position_embeddings
 
 
 @dataclass(frozen=True)
 class Cohere2Config(DecoderConfig):
-    """A Cohere 2 model. ``logit_scale``: the factor of the logits.
+    """A Cohere 2 model. ``logit_scale`` is the factor by which logits are multiplied.
 
     Example:
       ```python
@@ -295,7 +302,7 @@ class Phi3Config(DecoderConfig):
 class NeoXConfig(DecoderConfig):
     """A GPT-NeoX model. Its norms are LayerNorms with the epsilon ``rms_norm_eps``.
 
-    ``parallel_residual``: whether attention and feed-forward both read the layer's input.
+    ``parallel_residual`` says whether attention and feed-forward both read the layer's input.
 
     Example:
       ```python
@@ -321,12 +328,12 @@ class T5Config:
     """A T5 model. Fields have the Llama family's names where they mean the same.
 
     Attributes:
-      num_hidden_layers: decoder layers, whose keys and values are cached.
+      num_hidden_layers: the number of decoder layers, whose keys and values are cached.
       is_gated_act: whether feed-forward layers have gates.
       scale_decoder_outputs: whether decoder outputs are divided by the square root of their width
         before the head.
-      relative_attention_num_buckets, relative_attention_max_distance: the number of buckets of the
-        relative position biases, and the distance from which all positions share a bucket.
+      relative_attention_num_buckets: the number of buckets of the relative position biases.
+      relative_attention_max_distance: the distance from which on all positions share a bucket.
 
     Example:
       ```python
@@ -368,12 +375,14 @@ class T5Config:
 
     @property
     def position_limit(self) -> int | None:
-        """How many positions the model has: None, because relative positions have no limit."""
+        """The number of positions that the model supports. It is None, because relative positions
+        have no limit."""
         return None
 
     @property
     def context(self) -> int | None:
-        """The context length that the model was trained for: None, T5 has no such limit."""
+        """The context length for which the model was trained. It is None, because T5 has no such
+        limit."""
         return None
 
     @property

@@ -46,7 +46,8 @@ class Family:
 
 
 def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[str, int]]:
-    """The fields of all decoders with rotary positions, and the sizes that ``read_rope`` needs."""
+    """Read the fields of all decoders with rotary positions. Returns them, and the sizes that
+    ``read_rope`` needs."""
     hidden = config.integer("hidden_size", family.hidden_size)
     heads = config.integer("num_attention_heads", family.num_attention_heads)
     head_dim = config.integer("head_dim", family.head_dim or max(hidden // heads, 1))
@@ -76,8 +77,9 @@ def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[st
 
 
 def read_rope_layers(config: Fields, layers: int) -> tuple[bool, ...]:
-    """Whether each layer has rotary positions: where ``no_rope_layers``, despite its name, is 1.
-    Without that field, all layers have them, except every ``no_rope_layer_interval``-th."""
+    """Read whether each layer has rotary positions. Despite its name, an entry of 1 in
+    ``no_rope_layers`` means that the layer has them. Without this field, all layers have them,
+    except every ``no_rope_layer_interval``-th."""
     every = config.integer("no_rope_layer_interval", 4)
     rotated = config.raw("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
     wrong = not isinstance(rotated, list) or len(rotated) < layers
@@ -99,25 +101,30 @@ def _kv_heads(config: Fields, heads: int, default: int | None) -> int:
 
 
 def read_cap(config: Fields, name: str, default: float | None) -> float | None:
-    """A soft cap: null disables it; a missing field has the family's default."""
+    """Read a soft cap. null disables it. A missing field has the family's default."""
     if config.raw(name) is None and (default is None or name in config.values):
         return None
     return config.number(name, default)
 
 
 def _windows(config: Fields, family: Family, layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, None for full attention: from ``layer_types``, or from a rule.
+    """Read the window of each layer, None for full attention, from ``layer_types`` or from a rule.
 
-    The rule ``family.sliding_window`` says which layers have a window without ``layer_types``:
-    "none"; "all"; "some": those from ``max_window_layers`` on, if ``use_sliding_window``;
-    "alternate": all except every second; "pattern": all except every
-    ``sliding_window_pattern``-th. Families that ignore ``layer_types`` use "named": all, if
-    ``sliding_window`` is set; "used": all, if ``use_sliding_window``.
+    Without ``layer_types``, the rule ``family.sliding_window`` says which layers have a window:
+
+    - "none": no layer.
+    - "all": all layers.
+    - "some": the layers from ``max_window_layers`` on, if ``use_sliding_window``.
+    - "alternate": all layers except every second.
+    - "pattern": all layers except every ``sliding_window_pattern``-th.
+
+    Families that ignore ``layer_types`` have the rules "named" (all layers, if ``sliding_window``
+    is set) and "used" (all layers, if ``use_sliding_window``).
     """
     rule = family.sliding_window
     if rule == "none":
         return (None,) * layers
-    # A missing window is 4,096, except for "named"; null disables it.
+    # A missing window is 4,096, except with the rule "named". null disables it.
     present, named = "sliding_window" in config.values, config.raw("sliding_window") is not None
     has_window = named or (not present and rule != "named")
     window = config.integer("sliding_window", 4096) if has_window else None
@@ -163,7 +170,7 @@ EVERYWHERE = {
     "is_causal": "true: attention is causal",
     "rope_parameters": "a rope type that Transformers supports for the family, with its parameters",
 }
-"""Fields of ``config.json`` that every family may reject: what is expected, and why."""
+"""Fields of ``config.json`` that every family may reject, each with what is expected and why."""
 _CAUSAL = {"use_bidirectional_attention": "false: attention is causal"}
 _EXPERTS = {"num_experts_per_tok": "at most the number of experts"}
 
@@ -178,9 +185,10 @@ class ModelType:
     """A supported value of ``model_type``.
 
     Attributes:
-      bos, eos: token ids if no file has them: the defaults of Transformers' configuration class.
-      rejects: the fields of ``config.json``, in addition to ``EVERYWHERE``, that the family may
-        reject: what is expected, and why.
+      bos, eos: token ids to use if no file has them. They are the defaults of Transformers'
+        configuration class.
+      rejects: the fields of ``config.json`` that the family may reject in addition to
+        ``EVERYWHERE``, each with what is expected and why.
     """
 
     bos: int | None = None
@@ -228,12 +236,12 @@ FAMILIES = {
 RELATIVES = {
     "paligemma": "another family: PaliGemma attends to its prompts bidirectionally",
 }
-"""Unsupported values of ``model_type`` that are close to a supported one: what is expected, and
-why."""
+"""Unsupported values of ``model_type`` that are close to a supported one, each with what is
+expected and why."""
 
 
 def supported() -> dict[str, dict[str, str]]:
-    """The model families that ``load`` supports.
+    """Return the model families that ``load`` supports.
 
     Multimodal models (``gemma3``, ``gemma3n``, ``gemma4``, ``llama4``, ``mistral3``, ``qwen2_vl``,
     ``qwen2_5_vl``, ``qwen3_vl``, ``llava`` and similar ones) are supported if their text model is
@@ -253,7 +261,7 @@ def supported() -> dict[str, dict[str, str]]:
 
 
 def refused(config: Fields, name: str) -> CheckpointError:
-    """The error for a rejected field."""
+    """Create the error for a rejected field."""
     return config.wrong(name, {**EVERYWHERE, **FAMILIES[config.raw("model_type")].rejects}[name])
 
 

@@ -12,14 +12,14 @@ from .rope import FULL, LOCAL, RopeForm, read_rope, read_ropes
 
 @dataclass(frozen=True)
 class SharingConfig(DecoderConfig):
-    """The fields that Gemma 3n and Gemma 4 share.
+    """The fields that Gemma 3n and Gemma 4 have in common.
 
     Attributes:
       intermediate_sizes: the feed-forward width of each layer.
-      num_kv_shared_layers: the number of layers, at the end, that attend to earlier layers' keys
-        and values.
+      num_kv_shared_layers: the number of last layers that attend to the keys and values of earlier
+        layers.
       hidden_size_per_layer_input: the width of the per-layer embeddings; 0 without such embeddings.
-      vocab_size_per_layer_input: the rows of the per-layer embedding table.
+      vocab_size_per_layer_input: the number of rows of the per-layer embedding table.
     """
 
     _: KW_ONLY
@@ -36,7 +36,7 @@ class SharingConfig(DecoderConfig):
 
     @property
     def cache_sources(self) -> tuple[int, ...]:
-        """For each layer, the layer whose keys and values it attends to."""
+        """For each layer, the index of the layer to whose keys and values it attends."""
         own = self.num_hidden_layers - self.num_kv_shared_layers
         last = {(window is None): n for n, window in enumerate(self.windows[:own])}
         return (*range(own), *(last[window is None] for window in self.windows[own:]))
@@ -47,9 +47,9 @@ class Gemma3nConfig(SharingConfig):
     """The text part of Gemma 3n.
 
     Attributes:
-      activation_sparsity_pattern: the share of gates that each layer sets to zero.
+      activation_sparsity_pattern: for each layer, the fraction of gates that it sets to zero.
       altup_num_inputs: the number of parallel hidden states (AltUp).
-      altup_active_idx: the hidden state that layers compute on.
+      altup_active_idx: the index of the hidden state on which layers compute.
       altup_correct_scale: whether the corrected active state is scaled.
       laurel_rank: the rank of the low-rank branch next to attention (LAuReL).
 
@@ -80,8 +80,9 @@ class Gemma4Config(SharingConfig):
     Attributes:
       num_key_value_heads, head_dim: heads of layers with a window.
       num_global_key_value_heads, global_head_dim: heads of layers with full attention.
-      attention_k_eq_v: whether the latter have no value projection and use the keys as values.
-      num_experts: 0 if the model has no experts.
+      attention_k_eq_v: whether layers with full attention have no value projection and use the keys
+        as values.
+      num_experts: the number of experts; 0 if the model has none.
 
     Example:
       ```python
@@ -267,7 +268,7 @@ def _check_shared(config: Fields, result: SharingConfig) -> None:
 def _full_attention_heads(
     config: Fields, shared: dict[str, Any], attention_k_eq_v: bool
 ) -> tuple[int, int]:
-    """The number of key-value heads and the head dimension of full-attention layers.
+    """Read the number of key-value heads and the head dimension of full-attention layers.
 
     Transformers writes them as ``per_layer_config``, which takes precedence. Published files have
     ``global_head_dim`` and ``num_global_key_value_heads`` instead; the latter is used only if

@@ -1,5 +1,5 @@
-"""Convert the fields of a ``config.json`` to a configuration; ``config_gemma.py`` has the Gemma
-families.
+"""Conversion of the fields of a ``config.json`` to a configuration. ``config_gemma.py`` does this
+for the Gemma families.
 
 Defaults match Transformers' configuration classes (5.23). Fields that Transformers ignores for a
 model are ignored here too.
@@ -64,7 +64,7 @@ _PHI3 = Family(
 
 
 def config_from_fields(config: Fields) -> Config:
-    """The configuration that the fields of a ``config.json`` describe.
+    """Convert the fields of a ``config.json`` to a configuration.
 
     Returns:
       The configuration. Its ``dtype`` is "" if the fields do not specify one.
@@ -159,7 +159,7 @@ def _gpt2(config: Fields) -> GPT2Config:
 
 
 def _either(config: Fields, name: str, own: str, default: int) -> int:
-    """Read a field by its general name, or by GPT-2's name if that is missing."""
+    """Read a field by its general name, or by GPT-2's name if the general name is missing."""
     return config.integer(name if config.raw(name) is not None else own, default)
 
 
@@ -302,7 +302,8 @@ def read_llama4(config: Fields) -> Llama4Config:
 
 
 def _experts(config: Fields, count: int, choices: int) -> tuple[int, int]:
-    """The number of experts, by either field name, and the number selected per token."""
+    """Read the number of experts, which has two possible field names, and the number of experts
+    that are selected per token."""
     name = "num_experts" if config.raw("num_local_experts") is None else "num_local_experts"
     count = config.integer(name, count)
     other = config.integer("num_experts", count)

@@ -13,7 +13,7 @@ class MoeConfig(DecoderConfig):
 
     Attributes:
       norm_topk_prob: whether the weights of a token's experts are normalized to sum to 1.
-      dense_layers: layers with an ordinary feed-forward part.
+      dense_layers: the indices of layers with an ordinary feed-forward part.
 
     Example:
       ```python

@@ -40,7 +40,7 @@ FeedForwardModule = Callable[[Hidden], Hidden]
 
 
 def make_norm(config: DecoderConfig, features: int) -> RMSNorm:
-    """Create a norm of the kind that the model has everywhere."""
+    """Create a norm with the settings of all norms of the model."""
     return RMSNorm(
         features, epsilon=config.rms_norm_eps, dtype=config.dtype, offset=config.norm_offset,
         wide=config.wide_norms, centered=config.centered_norms,
@@ -82,11 +82,11 @@ class Attention(nnx.Module):
         self.v_proj = self.linear(hidden, kv_width, bias, rngs)
 
     def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
-        """Queries, keys and values, each [batch, new, heads * head_dim]."""
+        """Compute queries, keys and values, each [batch, new, heads * head_dim]."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def heads(self, x: Hidden) -> tuple[Heads, Heads, Heads]:
-        """Queries, keys and values, each [batch, heads, new, head_dim], not rotated."""
+        """Compute queries, keys and values, each [batch, heads, new, head_dim], not rotated."""
         config = self.config
         queries, keys, values = self.project(x)
         if config.qk_norm and config.qk_norm_joint:
@@ -113,9 +113,9 @@ class Block(nnx.Module):
     """One layer: attention and feed-forward, each with a residual connection.
 
     With ``pre_norms`` the inputs of both are normed, and with ``post_norms`` their outputs. A
-    family with a different attention sets ``attention``; one with a different feed-forward module
-    overrides ``make_feed_forward``; one that combines them differently overrides ``make_norms`` and
-    ``__call__``.
+    family with a different attention sets ``attention``. A family with a different feed-forward
+    module overrides ``make_feed_forward``. A family that combines the two differently overrides
+    ``make_norms`` and ``__call__``.
     """
 
     attention: ClassVar[type[Attention]] = Attention
@@ -183,7 +183,7 @@ class Decoder(Frame):
 
     Attributes:
       block: the class of a layer. Families with different layers derive theirs from ``Block``.
-      stack: the class that holds the embedding, the layers and the final norm.
+      stack: the class of the module with the embedding, the layers and the final norm.
     """
 
     block: ClassVar[LayerClass] = Block
@@ -269,7 +269,8 @@ class Phi3(Decoder):
     block: ClassVar = Phi3Block
     divided: ClassVar = {
         "embed_tokens": Divided.ROWS,
-        # The outputs of the next two are fused: shards of them would not align with the parts.
+        # The outputs of the next two projections are fused, so shards of them would not align with
+        # the parts.
         "qkv_proj": Divided.INPUTS,
         "gate_up_proj": Divided.INPUTS,
         "o_proj": Divided.ATTENDED,

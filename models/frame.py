@@ -1,4 +1,4 @@
-"""The forward pass that all families share: embed, layers, head; and argument checks."""
+"""The forward pass of all families (embedding, layers, head), and checks of its arguments."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ from .layers import Embedding, Hidden, Rules, merge_heads
 
 
 def unknown_tokens(tokens: Array, lengths: Counts | None, size: int) -> Array | None:
-    """Find token ids outside a vocabulary of ``size``, ignoring padding.
+    """Find token ids outside a vocabulary of ``size`` tokens, ignoring padding.
 
     Returns:
       bool[batch, new] if the tokens are traced; None if they are concrete and all are valid.
@@ -75,8 +75,8 @@ def check_cache_of(config: Config, cache: KVCache, batch: int) -> None:
 
 
 def check_devices(params: PyTree, cache: KVCache) -> None:
-    """Raise ``ValueError`` if parameters and cache are on different devices. Not inside ``jit``,
-    where the devices are not known."""
+    """Raise ``ValueError`` if parameters and cache are on different devices. Inside ``jit``, where
+    devices are not known, nothing is checked."""
     leaf = next(iter(jax.tree.leaves(params)), None)
     if isinstance(leaf, jax.Array) and not is_traced(leaf) and not is_traced(cache.length):
         # JAX would copy uncommitted arrays to the other devices in every call.
@@ -94,12 +94,12 @@ Logits = Float[Array, "batch new vocab"]
 
 
 class LayerContext(NamedTuple):
-    """What the layers of one forward pass share.
+    """The state that the layers of one forward pass share.
 
     Attributes:
-      step: the cache step.
+      step: the call on the cache.
       rotary: the rotary table of each layer.
-      extra: more inputs of a family's layers, such as per-layer embeddings.
+      extra: additional inputs of a family's layers, such as per-layer embeddings.
     """
 
     step: kvjax.attention.Step
@@ -117,13 +117,13 @@ class LayerContext(NamedTuple):
         """Append a layer's keys and values to the cache, and attend.
 
         Args:
-          layer: the layer's number.
+          layer: the index of the layer.
           queries, keys, values: [batch, heads or kv_heads, new, head_dim], not rotated. Keys and
             values are None if the layer attends to the keys and values of an earlier layer.
           options: ``scale``, ``window``, ``soft_cap`` and other options of ``kvjax.self_attend``.
 
         Returns:
-          [batch, new, heads * head_dim], and the context with the updated cache.
+          The output, [batch, new, heads * head_dim], and the context with the updated cache.
         """
         rotary = self.rotary[layer]
         output, step = self.step.attend(layer, queries, keys, values, rotary=rotary, **options)
@@ -137,7 +137,7 @@ LayerClass = Callable[..., Layer]
 class Frame(nnx.Module):
     """A decoder with its language-model head: the base class of the families' modules.
 
-    ``divided``: the axis of each weight that a mesh divides, see ``models/layers.py``.
+    ``divided`` says which axis of each weight a mesh divides, see ``models/layers.py``.
     """
 
     divided: ClassVar[Rules]
@@ -149,25 +149,25 @@ class Frame(nnx.Module):
 
     @abstractmethod
     def rotary(self, reach: int, limit: int) -> Rotary:
-        """The rotary tables for sequences of up to ``reach`` tokens, at positions below
+        """Return the rotary tables for sequences of up to ``reach`` tokens, at positions below
         ``limit``."""
 
     @abstractmethod
     def embed(self, tokens: Int[Array, "batch new"], context: LayerContext) -> Hidden:
-        """The input of the first layer."""
+        """Return the input of the first layer."""
 
     def extra(self, tokens: Int[Array, "batch new"], x: Hidden, source: KVCache | None) -> PyTree:
-        """More inputs of the layers, computed from the tokens, the first layer's input ``x`` and
-        the encoder's cache ``source``."""
+        """Compute additional inputs of the layers from the tokens, the first layer's input ``x``
+        and the encoder's cache ``source``."""
         return None
 
     @abstractmethod
     def layers(self) -> Iterable[Layer]:
-        """The layers, in order."""
+        """Return the layers, in order."""
 
     @abstractmethod
     def logits(self, x: Hidden) -> Logits:
-        """float32 logits from the last layer's output."""
+        """Compute float32 logits from the last layer's output."""
 
     def __call__(
         self,
@@ -179,7 +179,7 @@ class Frame(nnx.Module):
         max_len: int | None,
         source: KVCache | None = None,
     ) -> tuple[Logits, KVCache | None]:
-        """One forward pass; see ``Architecture.apply``."""
+        """Run one forward pass; see ``Architecture.apply``."""
         new = tokens.shape[1]
         if cache is None:
             reach = max_len or new
@@ -198,8 +198,8 @@ class Frame(nnx.Module):
 
 
 def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
-    """Constrain hidden states so that each device of a mesh has all features of its rows.
-    Otherwise the compiler may shard features like a weight, and gather them in every layer."""
+    """Constrain hidden states so that each device of a mesh has all features of its rows. Otherwise
+    the compiler may shard features in the same way as a weight, and gather them in every layer."""
     mesh_sharding = None if cache is None else cache.mesh_sharding
     if mesh_sharding is None:
         return x
@@ -207,7 +207,7 @@ def _on_every_device(x: Hidden, cache: KVCache | None) -> Hidden:
 
 
 def _last_real(x: Hidden, lengths: Counts | None) -> Float[Array, "batch 1 hidden"]:
-    """The hidden state of each row's last real token, at ``lengths - 1``."""
+    """Return the hidden state of each row's last real token, at ``lengths - 1``."""
     if lengths is None:
         return x[:, -1:]
     at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, x.shape[1] - 1)

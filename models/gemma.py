@@ -1,7 +1,7 @@
 """The text parts of Gemma 3n (Google, 2025) and Gemma 4 (Google, 2026).
 
-In both, the last layers reuse the keys and values of earlier layers, and layers may have input
-embeddings of their own. Attributes have the same names as the tensors in Transformers.
+In both, the last layers reuse the keys and values of earlier layers, and each layer may have
+additional input embeddings. Attributes have the same names as the tensors in Transformers.
 
 Gemma 3n also differs from Gemma 3 as follows. The hidden state consists of several streams, and
 each layer computes on one of them (AltUp, Baykal et al., arXiv:2301.13310). Between layers, the
@@ -46,8 +46,11 @@ from .moe import Experts
 
 
 class LayerInputs(NamedTuple):
-    """``inputs``: the per-layer inputs, [batch, new, layers, width], or None. ``shared``: without a
-    cache, the keys and values that later layers reuse, by layer."""
+    """Additional inputs of the layers.
+
+    ``inputs`` has the per-layer inputs, [batch, new, layers, width], or is None. Without a cache,
+    ``shared`` has the keys and values that later layers reuse, by layer.
+    """
 
     inputs: Array | None
     shared: dict[int, tuple[Array, Array]]
@@ -139,7 +142,7 @@ class PerLayerInputBlock(nnx.Module):
         self.post_per_layer_input_norm = norm(config, hidden)
 
     def per_layer_input(self, x: Hidden, context: LayerContext) -> Hidden:
-        """The contribution of the layer's inputs, gated by the hidden states ``x``."""
+        """Compute the contribution of the per-layer inputs, gated by the hidden states ``x``."""
         gate = self.activation(self.per_layer_input_gate(x))
         projected = self.per_layer_projection(gate * context.extra.inputs[:, :, self.layer])
         return self.post_per_layer_input_norm(projected)
@@ -176,7 +179,7 @@ class Decoder(decoder.Decoder):
             return LayerInputs(None, {})
         shape = (*tokens.shape, config.num_hidden_layers, config.hidden_size_per_layer_input)
         first, dtype = x[..., : config.hidden_size], x.dtype
-        # Tokens outside the table use the entry of token 0.
+        # Tokens that are not in the table use the entry of token 0.
         known = jnp.where(tokens < config.vocab_size_per_layer_input, tokens, 0)
         scale = jnp.asarray(config.hidden_size_per_layer_input**0.5, dtype)
         embedded = (model.embed_tokens_per_layer(known) * scale).reshape(shape)
@@ -319,7 +322,7 @@ class Gemma3n(Decoder):
 
 
 def _match_rms(x: Hidden, other: Hidden) -> Hidden:
-    """``x`` scaled to the root mean square of ``other``."""
+    """Scale ``x`` to the root mean square of ``other``."""
 
     def mean_square(y: Hidden) -> Array:
         return jnp.mean(jnp.square(y), axis=-1, keepdims=True)

@@ -94,7 +94,8 @@ class GPT2(Frame):
 
     divided: ClassVar = {
         "wte": Divided.ROWS,
-        # The outputs are fused queries, keys and values: shards of them would not align with heads.
+        # The outputs are fused queries, keys and values, so shards of them would not align with
+        # heads.
         "c_attn": Divided.INPUTS,
         "c_fc": Divided.OUTPUTS,
         "c_proj": Divided.INPUTS,

@@ -1,4 +1,4 @@
-"""Find a checkpoint: a folder, a GGUF file, or a model of the Hugging Face hub."""
+"""Finding a checkpoint: a folder, a GGUF file, or a model on the Hugging Face hub."""
 
 import contextlib
 import re
@@ -26,12 +26,12 @@ _HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)/([\w./-]+\.gguf)")
 def locate(
     path_or_id: str | Path | None, revision: str | None, *, weights: Sequence[str] = ()
 ) -> Path:
-    """The folder of a checkpoint, or its GGUF file. Downloads a hub checkpoint that is not in the
-    hub's cache.
+    """Return the folder of a checkpoint, or its GGUF file. A hub checkpoint that is not in the
+    hub's cache is downloaded.
 
     Args:
       path_or_id: a folder, a GGUF file, or a hub id (``owner/name``, or ``owner/name/file.gguf``);
-        None is the embedded model.
+        None means the embedded model.
       revision: a branch, tag or commit, for a hub id.
       weights: weight files to download in addition to the small files.
 
@@ -66,7 +66,7 @@ def locate(
     needed = weights or ("config.json",)
     if any((folder / name).exists() for name in needed):
         return folder
-    # Without the weights that Transformers reads, a repository may have GGUF files.
+    # A repository without weights for Transformers may have GGUF files.
     revision = commit_of(folder) or revision
     listed = [Path(name) for name in _list_files(str(path_or_id), revision)]
     file = gguf.only_model(str(path_or_id), [each for each in listed if each.suffix == ".gguf"])
@@ -74,7 +74,8 @@ def locate(
 
 
 def commit_of(folder: Path) -> str | None:
-    """The commit of a folder of the hub's cache, to download more files of the same commit."""
+    """Return the commit of a folder in the hub's cache, to download more files of the same commit;
+    None for other folders."""
     return folder.name if re.fullmatch(r"[0-9a-f]{40}", folder.name) else None
 
 
@@ -89,7 +90,7 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
 
 
 def _list_files(name: str, revision: str | None) -> list[str]:
-    """The names of all files of a hub repository."""
+    """Return the names of all files of a hub repository."""
     import huggingface_hub
 
     with _hub_errors(name, revision):
@@ -98,7 +99,7 @@ def _list_files(name: str, revision: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
-    """Raise the hub's errors as ``CheckpointError`` with what to do."""
+    """Convert errors of the hub to ``CheckpointError``, with a message that says what to do."""
     from huggingface_hub import errors
 
     at = f"{name} at revision {revision}" if revision else name

@@ -41,8 +41,8 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 class Linear(nnx.Module):
     """``x @ weight.T + bias`` with ``weight`` [out, in], as checkpoints store it.
 
-    The product contracts the last axis of both operands: a transpose would copy the weights in
-    decoding steps with a single row.
+    The product contracts the last axis of both operands, because a transpose would copy the weights
+    in decode steps with a single row.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Embedding(nnx.Module):
         return jnp.take(self.weight[...], ids, axis=0, mode="clip")
 
     def logits(self, x: Float[Array, "... features"]) -> Float[Array, "... count"]:
-        """float32 dot products of ``x`` with every row."""
+        """Compute float32 dot products of ``x`` with every row of the table."""
         return contract_last(x, self.weight[...])
 
 
 def unit(x: Float[Array, "... features"], epsilon: float) -> Float[Array, "... features"]:
-    """``x`` divided by its root mean square, in float32."""
+    """Divide ``x`` by its root mean square, in float32."""
     wide = x.astype(jnp.float32)
     return wide * lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
 
 
 def centered(x: Float[Array, "... features"]) -> Float[Array, "... features"]:
-    """``x`` minus its mean, in float32."""
+    """Subtract the mean from ``x``, in float32."""
     wide = x.astype(jnp.float32)
     return wide - jnp.mean(wide, axis=-1, keepdims=True)
 
@@ -157,23 +157,23 @@ def along(weight: nnx.Param, x: Array) -> Array:
 
 
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], dtype: str) -> Array:
-    """Random initial weights: normal with standard deviation 0.02."""
+    """Create random initial weights from a normal distribution with standard deviation 0.02."""
     return (0.02 * jax.random.normal(rngs.params(), shape, jnp.float32)).astype(dtype)
 
 
 def split_heads(x: Float[Array, "batch new features"], heads: int) -> Heads:
-    """[batch, new, heads * head_dim] to [batch, heads, new, head_dim]."""
+    """Reshape [batch, new, heads * head_dim] to [batch, heads, new, head_dim]."""
     batch, new, features = x.shape
     return x.reshape(batch, new, heads, features // heads).swapaxes(1, 2)
 
 
 def rotary_halves(x: Heads) -> Heads:
-    """Reorder the channels: rotated pairs (2i, 2i + 1) become pairs (i, i + half)."""
+    """Reorder the channels, so that rotated pairs (2i, 2i + 1) become pairs (i, i + half)."""
     return jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
 
 
 def merge_heads(x: Heads) -> Float[Array, "batch new features"]:
-    """[batch, heads, new, head_dim] to [batch, new, heads * head_dim]."""
+    """Reshape [batch, heads, new, head_dim] to [batch, new, heads * head_dim]."""
     batch, heads, new, head_dim = x.shape
     return x.swapaxes(1, 2).reshape(batch, new, heads * head_dim)
 
@@ -183,7 +183,7 @@ class Divided(Enum):
 
     OUTPUTS = "outputs"
     INPUTS = "inputs"
-    """The bias is not sharded: it is added once."""
+    """The inputs of the layer. The bias is not sharded, because it is added once."""
     QUERIES = "queries"
     """Outputs that are queries. A device has whole heads."""
     ATTENDED = "attended"
@@ -202,18 +202,18 @@ a rule are replicated."""
 def param_shardings(
     shapes: PyTree, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
 ) -> PyTree:
-    """The sharding of each parameter, in the same nested dicts.
+    """Return the sharding of each parameter, in the same nested dicts.
 
     Args:
       shapes: nested dicts of objects with a ``shape``.
       rules: the rules of the model's family.
       mesh: a mesh with the axes of ``kvjax.make_mesh``.
-      heads, kv_heads: the model's query heads and key-value heads.
+      heads, kv_heads: the numbers of the model's query heads and key-value heads.
     """
     mesh_sharding = shard_over(mesh, kv_heads)
     axes = {Divided.HEADS: (TENSOR,)}
     if COPIES not in _names(mesh_sharding.query_spec(heads, kv_heads)):
-        # Sharding over COPIES too would split heads, and every device needs whole heads.
+        # Sharding over COPIES too would split heads, but every device needs whole heads.
         axes |= {Divided.QUERIES: (TENSOR,), Divided.ATTENDED: (TENSOR,)}
 
     def one(path: KeyPath, leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -227,7 +227,7 @@ def param_shardings(
 
 
 def _names(spec: PartitionSpec) -> set[str]:
-    """The mesh axes in a spec."""
+    """Return the mesh axes in a spec."""
     return {name for each in spec for name in ((each,) if isinstance(each, str) else each or ())}
 
 

@@ -35,9 +35,9 @@ from .layers import ACTIVATIONS, FeedForward, Hidden, Linear, contract_last, nor
 Form = Literal["apart", "joined", "stacked"]
 """How published files store experts.
 
-``apart``: one tensor per expert; such models may also be saved ``stacked``. ``stacked``: one tensor
-for all experts of a layer, [experts, out, in], with gate and up fused in this order. ``joined``:
-the same, transposed to [experts, in, out].
+With ``apart``, there is one tensor per expert. Such models may also be saved ``stacked``. With
+``stacked``, there is one tensor for all experts of a layer, [experts, out, in], with gate and up
+fused in this order. ``joined`` is like ``stacked``, but transposed to [experts, in, out].
 """
 
 _ONE = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
@@ -100,7 +100,7 @@ def stack_experts(stored: Stored, form: Form) -> Stored:
 def unstack_experts(
     tensors: dict[str, np.ndarray], form: Form | None
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Convert the stacked parameters of experts to the format of the files."""
+    """Convert the stacked parameters of experts to the format of files."""
     for name, values in tensors.items():
         stack, inside, matrix = name.partition(".experts.")
         if form is None or not inside:
@@ -151,7 +151,7 @@ Rows = Float[Array, "tokens hidden"]
 
 
 class Matrices(nnx.Module):
-    """One matrix of every expert: ``weight`` [experts, out, in]."""
+    """One matrix of every expert. ``weight`` is [experts, out, in]."""
 
     def __init__(self, experts: int, fan_in: int, fan_out: int, *, dtype: str, rngs: nnx.Rngs):
         self.weight = nnx.Param(normal(rngs, (experts, fan_out, fan_in), dtype))
@@ -165,7 +165,7 @@ class Experts(nnx.Module):
     computes ``num_experts / num_experts_per_tok`` times the necessary products, but needs temporary
     memory for only one expert.
 
-    ``scales_inputs``: the routing weights scale the experts' inputs instead of their outputs.
+    With ``scales_inputs``, the routing weights scale the experts' inputs instead of their outputs.
     """
 
     def __init__(
@@ -184,13 +184,13 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Rows, chosen: Int[Array, "tokens choices"], parts: Float[Array, "tokens choices"]
     ) -> Rows:
-        """The sum of the selected experts' outputs, weighted by ``parts`` (float32)."""
+        """Sum the selected experts' outputs, weighted by ``parts`` (float32)."""
         weights = tuple(each.weight[...] for each in (self.gate_proj, self.up_proj, self.down_proj))
         few = chosen.size < weights[0].shape[0]
         return (self._few if few else self._many)(x, weights, chosen, parts).astype(x.dtype)
 
     def _scales(self, parts: Array) -> tuple[Array, Array]:
-        """The scales of an expert's inputs and outputs."""
+        """Return the scales of an expert's inputs and outputs."""
         ones = jnp.ones_like(parts)
         return (parts, ones) if self.scales_inputs else (ones, parts)
 
@@ -292,7 +292,7 @@ class Llama4Attention(decoder.Attention):
 
 
 class SharedExpertFeedForward(nnx.Module):
-    """A shared expert, and routed experts. The router selects the top-k logits; their sigmoids
+    """A shared expert, and routed experts. The router selects the top-k logits, and their sigmoids
     scale the inputs of the selected experts."""
 
     def __init__(self, config: Llama4Config, *, rngs: nnx.Rngs):

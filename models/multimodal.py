@@ -1,4 +1,4 @@
-"""Extract the text model from a multimodal checkpoint.
+"""Extraction of the text model from a multimodal checkpoint.
 
 A multimodal ``config.json`` keeps the text model's fields in ``text_config``, and the weight files
 store the text model's tensors under a prefix, together with the vision and audio tensors. This
@@ -25,10 +25,9 @@ class _MultimodalDefaults:
     Attributes:
       text_type: the text model's ``model_type``.
       tied: the default of the outer ``tie_word_embeddings``.
-      either: True if the embeddings are tied when either ``text_config`` or the outer config says
-        so.
-      missing: the text model's fields, where ``text_config`` is missing.
-      flat: True if the text model's fields may be at the top level instead of in ``text_config``.
+      either: whether embeddings are tied if either ``text_config`` or the outer config says so.
+      missing: the text model's fields if there is no ``text_config``.
+      flat: whether the text model's fields may be at the top level instead of in ``text_config``.
     """
 
     text_type: str | None
@@ -39,8 +38,8 @@ class _MultimodalDefaults:
 
 
 MULTIMODAL = {
-    # Transformers' classes for these two omit the text model's logit_scale. kvjax applies it, as in
-    # the text model that they were trained from.
+    # Transformers' classes for these two models omit the text model's logit_scale. kvjax applies
+    # it, as in the text model from which they were trained.
     "aya_vision": _MultimodalDefaults("cohere2", tied=True),
     "cohere2_vision": _MultimodalDefaults("cohere2", tied=True),
     "gemma3": _MultimodalDefaults("gemma3_text", tied=True),
@@ -88,7 +87,8 @@ _SAME_AS: dict[str, tuple[str, Json]] = {
     "qwen2_5_vl_text": ("qwen2", _QWEN2_VL),
     "qwen3_vl_text": ("qwen3", {"max_position_embeddings": 128000, "rope_theta": 5e5}),
 }  # fmt: skip
-"""Text models that are identical to another family: that family, and the defaults that differ."""
+"""Text models that are identical to another family, each with this family and the defaults that
+differ."""
 
 _IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 _NOT_TEXT = "vision_", "image_", "video_"
@@ -115,7 +115,7 @@ def is_read(config: Fields) -> bool:
 
 
 def text_fields(config: Fields) -> Fields:
-    """The text model's fields, in the form of a text-only config.
+    """Return the text model's fields, in the form of a text-only config.
 
     A config that is not multimodal is returned unchanged.
 
@@ -147,8 +147,8 @@ def text_fields(config: Fields) -> Fields:
 
 
 def _text(config: Fields) -> tuple[Fields, Fields]:
-    """The text model's fields, twice: with ``model_type`` mapped to a supported family, and as
-    they are in the file."""
+    """Return the text model's fields in two forms: with ``model_type`` mapped to a supported
+    family, and as they are in the file."""
     model = MULTIMODAL.get(config.raw("model_type"), _MultimodalDefaults(None))
     raw_text = config.inner("text_config")
     if raw_text is None and model.flat:
@@ -172,9 +172,9 @@ def _text(config: Fields) -> tuple[Fields, Fields]:
 def _on_one_axis(rope: Json) -> Json:
     """Replace ``mrope`` by the equivalent rotary positions for text.
 
-    ``mrope`` rotates each pair of channels by the token's time, row or column. All three equal the
-    position of a text token, so the rotation is the same as without ``mrope`` (Wang et al.,
-    arXiv:2409.12191, section 2.1).
+    ``mrope`` rotates each pair of channels by the token's time, row or column. For a text token,
+    all three are equal to its position, so the rotation is the same as without ``mrope`` (Wang et
+    al., arXiv:2409.12191, section 2.1).
     """
     kept = {k: v for k, v in rope.items() if k not in ("mrope_section", "mrope_interleaved")}
     if (rope.get("rope_type") or rope.get("type")) == "mrope":
@@ -193,7 +193,8 @@ def read_text_fields(folder: Path) -> Fields:
 
 
 def text_config(folder: Path) -> Json:
-    """The content of ``config.json``; for a multimodal checkpoint, in text-only form."""
+    """Return the content of ``config.json``. For a multimodal checkpoint, it is converted to
+    text-only form."""
     values = read_json(folder / "config.json")
     fields = text_fields(Fields(folder / "config.json", values))
     if fields.values is values:
@@ -204,14 +205,14 @@ def text_config(folder: Path) -> Json:
 
 
 def other_part(name: str) -> str | None:
-    """The vision, audio or connector module that a tensor belongs to. None for the text model and
-    for unknown tensors."""
+    """Return the vision, audio or connector module to which a tensor belongs; None for the text
+    model and for unknown tensors."""
     match = None if TEXT_PREFIX.match(name) else _PART.match(name)
     return match and match[1]
 
 
 def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
-    """Split tensors into the text model's and the others, grouped by module."""
+    """Split tensors into those of the text model, and all others, grouped by module."""
     text = {name: tensor for name, tensor in stored.items() if not other_part(name)}
     others: dict[str, list[StoredTensor]] = {}
     for name, tensor in stored.items():
@@ -221,7 +222,7 @@ def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
 
 
 def skipped(others: Mapping[str, list[StoredTensor]]) -> str:
-    """Describe the skipped modules: number of tensors, and their size if it is known."""
+    """Describe the skipped modules: the number of their tensors, and their size if it is known."""
     words = []
     for part, tensors in sorted(others.items()):
         count = f"{len(tensors)} tensor{'s' if len(tensors) > 1 else ''}"

@@ -57,7 +57,7 @@ class FeedForward(nnx.Module):
 
 class Block(nnx.Module):
     """One layer. With ``parallel_residual``, attention and feed-forward both read the layer's
-    input; otherwise feed-forward follows attention."""
+    input. Otherwise feed-forward follows attention."""
 
     def __init__(self, config: NeoXConfig, layer: int, *, rngs: nnx.Rngs):
         self.parallel = config.parallel_residual

@@ -1,8 +1,8 @@
 """Rotary positions: tables for every rope type of Transformers, and reading of their parameters.
 
 Inverse frequencies are computed in float32 with the same sequence of operations as Transformers, so
-the rounding is the same. Powers are computed in float64 and then rounded; in fewer than 1 % of
-cases this differs from Transformers by one unit in the last place.
+the rounding is the same. Powers are computed in float64 and then rounded. In fewer than 1 % of
+cases, the result differs from Transformers by one unit in the last place.
 
 Sources: Su et al., RoFormer, arXiv:2104.09864; Chen et al., arXiv:2306.15595 (linear); bloc97,
 "NTK-aware scaled RoPE" (dynamic); Peng et al., YaRN, arXiv:2309.00071; Ding et al., LongRoPE,
@@ -31,7 +31,7 @@ Frequencies = tuple[np.ndarray, float]
 
 @functools.lru_cache(maxsize=64)
 def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) -> RotaryTable:
-    """The rotary table of a model for sequences of up to ``max_len`` tokens.
+    """Return the rotary table of a model for sequences of up to ``max_len`` tokens.
 
     Rope types with length-dependent frequencies (dynamic, longrope) use the frequencies that
     Transformers uses at length ``max_len``. Transformers changes the frequencies as the sequence
@@ -56,8 +56,8 @@ def model_rotary(config: DecoderConfig, max_len: int, limit: int | None = None) 
 
 
 def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[RotaryTable | None, ...]:
-    """The ``model_rotary`` table of each layer; None for layers without rotary positions. Layers
-    with equal settings share one table."""
+    """Return the ``model_rotary`` table of each layer; None for layers without rotary positions.
+    Layers with equal settings share one table."""
     layers = [
         replace(layer, rope=rope) if rope else None
         for layer, rope in zip(config.per_layer_config, config.ropes, strict=True)
@@ -72,7 +72,8 @@ def layer_rotary(config: DecoderConfig, max_len: int, limit: int) -> tuple[Rotar
 
 
 def inverse_frequencies(config: DecoderConfig, max_len: int) -> Frequencies:
-    """Radians per position for each pair of channels, float32[half], and the attention scale."""
+    """Return the radians per position for each pair of channels, float32[half], and the attention
+    scale."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return _KINDS[config.rope.rope_type](config, max_len, dict(config.rope.parameters))
 
@@ -129,7 +130,8 @@ def _yarn(config: DecoderConfig, max_len: int, parameters: dict) -> Frequencies:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     def correction_dim(rotations: float) -> float:
-        """The channel pair that makes ``rotations`` full rotations in the trained length."""
+        """Return the index of the channel pair that makes ``rotations`` full rotations within the
+        trained length."""
         return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     scale = parameters.get("attention_factor")
@@ -171,7 +173,7 @@ def _exponents(dim: int) -> np.ndarray:
 
 
 def _power(base: Any, exponent: Any) -> np.ndarray:
-    """Correctly rounded float32 powers of a float32 base."""
+    """Compute correctly rounded float32 powers of a float32 base."""
     return np.power(np.float64(np.float32(base)), np.float64(exponent)).astype(np.float32)
 
 
@@ -197,7 +199,7 @@ class RopeForm:
     Attributes:
       base, theta: the top-level name of ``rope_theta``, and its default.
       part, partial: the top-level name of ``partial_rotary_factor``, and its default.
-      partial_default: whether the kind ``default`` uses that factor.
+      partial_default: whether the kind ``default`` uses ``partial_rotary_factor``.
       kinds: the kinds that the family supports.
       older: pairs of an older name of a kind and its present name.
       trained: the default context length before scaling, for families that read it only from the
@@ -215,7 +217,7 @@ class RopeForm:
 
 
 FULL, LOCAL = RopeForm(theta=1e6), RopeForm("rope_local_base_freq")
-"""Gemma 3's full and sliding layers."""
+"""The forms of Gemma 3's full and sliding layers."""
 
 
 def read_rope(
@@ -290,7 +292,7 @@ def _read(
     head_dim: int,
     max_position_embeddings: int,
 ) -> RopeConfig:
-    """Read one set of parameters. ``outside``: whether the length before scaling is a top-level
+    """Read one set of parameters. ``outside`` says whether the length before scaling is a top-level
     field."""
     kind = _kind(rope, form)
     inside = rope.raw("rope_theta") is not None
@@ -335,7 +337,7 @@ def _kind(rope: Fields, form: RopeForm) -> str:
 
 
 def _parameters(kind: str, rope: Fields, dim: int) -> dict[str, Parameter]:
-    """The parameters that this kind reads."""
+    """Return the parameters that this kind reads."""
     if kind == "default":
         return {}
     if kind == "dynamic" and dim < 4:

@@ -44,8 +44,8 @@ def norm(config: T5Config) -> RMSNorm:
 
 
 class Attention(nnx.Module):
-    """The projections of an attention layer. The first layer of a stack (``biased``) holds the
-    relative position biases that all its layers use."""
+    """The projections of an attention layer. The first layer of a stack (``biased``) has the
+    relative position biases that all layers of the stack use."""
 
     def __init__(self, config: T5Config, *, biased: bool, rngs: nnx.Rngs):
         self.config = config
@@ -61,17 +61,17 @@ class Attention(nnx.Module):
             )
 
     def queries(self, x: Hidden) -> Array:
-        """[batch, heads, new, head_dim]."""
+        """Compute queries, [batch, heads, new, head_dim]."""
         return split_heads(self.q(x), self.config.num_attention_heads)
 
     def keys_values(self, x: Hidden) -> tuple[Array, Array]:
-        """Each [batch, heads, new, head_dim]."""
+        """Compute keys and values, each [batch, heads, new, head_dim]."""
         heads = self.config.num_attention_heads
         return split_heads(self.k(x), heads), split_heads(self.v(x), heads)
 
     def bias(self, *, both_ways: bool) -> Bias:
-        """A function of query and key positions that returns the bias of the scores, float32
-        [batch, heads, new, n]."""
+        """Return a function of query and key positions that computes the bias of the scores,
+        float32[batch, heads, new, n]."""
         config = self.config
         buckets = buckets_of(
             config.relative_attention_num_buckets,
@@ -85,7 +85,8 @@ class Attention(nnx.Module):
 
 
 def _of_distances(values: Array, queries: Array, keys: Array) -> Array:
-    """Look up ``values`` [2 * farthest + 1, heads] by distance: float32 [batch, heads, new, n]."""
+    """Look up ``values`` [2 * farthest + 1, heads] by distance. Returns float32[batch, heads, new,
+    n]."""
     farthest = values.shape[0] // 2
     distance = keys[:, None, :] - queries[:, :, None]
     places = jnp.clip(distance, -farthest, farthest) + farthest
@@ -93,10 +94,10 @@ def _of_distances(values: Array, queries: Array, keys: Array) -> Array:
 
 
 def buckets_of(buckets: int, farthest: int, *, both_ways: bool) -> np.ndarray:
-    """The relative position bucket of each distance from ``-farthest`` to ``farthest``, int32[2 *
-    farthest + 1]. The distance is positive if the key is after the query.
+    """Return the relative position bucket of each distance from ``-farthest`` to ``farthest``,
+    int32[2 * farthest + 1]. The distance is positive if the key is after the query.
 
-    Half of the buckets cover a single distance each; the others cover ranges that grow
+    Half of the buckets cover a single distance each. The others cover ranges that grow
     logarithmically. With ``both_ways``, half of all buckets are for keys after the query. Otherwise
     attention is causal, and such keys have distance 0.
     """
@@ -178,7 +179,7 @@ class FeedForwardPart(nnx.Module):
 
 
 PIECE = 512
-"""Number of queries that the encoder processes at once in long texts."""
+"""The number of queries that the encoder processes together in long texts."""
 
 
 class LayerInputs(NamedTuple):
@@ -213,7 +214,7 @@ class EncoderBlock(nnx.Module):
 def _bidirectional_attention(
     queries: Array, keys: Array, values: Array, bias: Bias, lengths: Counts
 ) -> Float[Array, "batch heads new head_dim"]:
-    """Bidirectional attention over the real tokens. Long texts are processed in pieces of
+    """Compute bidirectional attention over the real tokens. Long texts are processed in pieces of
     ``PIECE`` queries."""
     new = queries.shape[2]
     places = jnp.arange(new, dtype=jnp.int32)
@@ -277,7 +278,8 @@ class Stack(nnx.Module):
 
 
 class T5(Frame):
-    """T5 with its language-model head. ``Frame`` runs the decoder, ``read`` the encoder."""
+    """T5 with its language-model head. ``Frame`` runs the decoder, and ``read`` runs the
+    encoder."""
 
     config: T5Config
     divided: ClassVar = {

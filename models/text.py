@@ -1,4 +1,4 @@
-"""Convert between text and token ids with the checkpoint's ``tokenizer.json``."""
+"""Conversion between text and token ids with the checkpoint's ``tokenizer.json``."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +57,7 @@ class Tokenizer:
         self._suffix = _with(self._suffix, self.eos_token_id, add_eos_token, first=False)
 
     def _added(self) -> tuple[list[int], list[int]]:
-        """The ids that the backend itself adds before and after a text."""
+        """Return the ids that the backend itself adds before and after a text."""
         encoding = self.backend.encode("a")
         own = [i for i, special in enumerate(encoding.special_tokens_mask) if not special]
         if own:
@@ -95,9 +95,9 @@ class Tokenizer:
 
         Args:
           text: the text.
-          add_special_tokens: add the BOS and EOS tokens that the checkpoint specifies. The fields
-            ``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` take precedence
-            over ``tokenizer.json``.
+          add_special_tokens: whether to add the BOS and EOS tokens that the checkpoint specifies.
+            The fields ``add_bos_token`` and ``add_eos_token`` of ``tokenizer_config.json`` take
+            precedence over ``tokenizer.json``.
 
         Raises:
           ValueError: if the text contains a lone surrogate.
@@ -107,7 +107,7 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
 
     def starts(self, text: str) -> list[int]:
-        """The character offset at which each token of ``encode(text)`` starts."""
+        """Return the character offset at which each token of ``encode(text)`` starts."""
         offsets, end = [], 0
         for first, last in self.backend.encode(text, add_special_tokens=False).offsets:
             # Some tokenizers do not include spaces in a token's span.
@@ -121,12 +121,12 @@ class Tokenizer:
         return self.backend.decode(known, skip_special_tokens=skip_special_tokens)
 
     def stream(self, after: Iterable[int] = (), *, skip_special_tokens: bool = True) -> TextStream:
-        """Decode one token at a time.
+        """Return a decoder that decodes one token at a time.
 
         Args:
           after: the preceding tokens, such as the prompt. Their text is not returned, but some
             tokenizers need them to decode a leading space of the first new token.
-          skip_special_tokens: omit special tokens from the text.
+          skip_special_tokens: whether to omit special tokens from the text.
         """
         return TextStream(
             lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), after
@@ -139,8 +139,8 @@ class Tokenizer:
     def chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
         """Render a conversation and encode it as token ids.
 
-        The template writes the special tokens itself, so no others are added and there is never a
-        second BOS token. Options and errors are the same as for ``ChatTemplates.render``.
+        The template writes the special tokens itself, so no other ones are added, and there is
+        never a second BOS token. Options and errors are the same as for ``ChatTemplates.render``.
         """
         return self.encode(self.render(messages, **options), add_special_tokens=False)
 
@@ -216,7 +216,7 @@ def _token(config: Fields, name: str, value: object) -> tokenizers.AddedToken:
 def _add_tokens(
     backend: tokenizers.Tokenizer, config: Fields, named: dict[str, tokenizers.AddedToken]
 ) -> None:
-    """Add the tokens that only ``tokenizer_config.json`` has, like Transformers does."""
+    """Add the tokens that are only in ``tokenizer_config.json``, as Transformers does."""
     decoder = config.inner("added_tokens_decoder")
     if decoder is not None:
         if not all(key.isdecimal() for key in decoder.values):

@@ -95,8 +95,8 @@ class Recall:
     Attributes:
       questions: the number of questions.
       share: the fraction that was answered correctly.
-      by_distance: the same by the distance in tokens between a question and its fact. The keys are
-        the ends of the ranges.
+      by_distance: the fraction by the distance in tokens between a question and its fact. The keys
+        are the ends of the ranges.
       bytes: the size of the cache.
     """
 
@@ -124,7 +124,7 @@ def recall(
         about it. The default is the number of keys (256), or fewer if the model has too few
         positions.
       texts: the number of sequences, which are the rows of one batch.
-      seed: the seed that the sequences are generated with.
+      seed: the seed with which the sequences are generated.
       chunk: the number of tokens per call of the model.
 
     Returns:
@@ -176,7 +176,7 @@ def recall(
 
 
 def rows(results: Mapping[str, Recall]) -> list[list[str]]:
-    """A table of the accuracy by distance: a header row, then one row per policy."""
+    """Make a table of the accuracy by distance: a header row, and one row per policy."""
     ends = sorted({end for each in results.values() for end in each.by_distance})
     head = ["policy", "of bfloat16", "right", *(f"{end - RANGE + 1}-{end} back" for end in ends)]
     body = [
@@ -193,7 +193,7 @@ def rows(results: Mapping[str, Recall]) -> list[list[str]]:
 def _first(
     model: Architecture, params: PyTree, tokens: Array, cache: KVCache
 ) -> tuple[Array, KVCache]:
-    """The most likely next token after each token, int32[batch, new]."""
+    """Return the most likely next token after each token, int32[batch, new], and the cache."""
     logits, cache = model.apply(params, tokens, cache)
     return jnp.argmax(logits, axis=-1), cache
 

@@ -42,7 +42,8 @@ class Lessons:
         self.recipe = recipe
 
     def batch(self, step: int) -> np.ndarray:
-        """int32[rows, length + 1]. Every step has about the same number of tokens."""
+        """Return the sequences of a step, int32[rows, length + 1]. Every step has about the same
+        number of tokens."""
         recipe = self.recipe
         stage = max(start for start in STAGES if start <= step / recipe.steps)
         keys, length = STAGES[stage]
@@ -53,7 +54,7 @@ class Lessons:
 def recall_loss(
     architecture: Architecture, params: Params, windows: Int[Array, "rows length"]
 ) -> Array:
-    """Mean loss in nats of the values whose keys occur earlier in the sequence."""
+    """Compute the mean loss, in nats, of the values whose keys occur earlier in the sequence."""
     logits = architecture.apply(params, windows[:, :-1])[:, ::2]
     keys, values = windows[:, :-1:2], windows[:, 1::2]
     earlier = jnp.tril(jnp.ones((keys.shape[1],) * 2, bool), -1)

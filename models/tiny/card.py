@@ -1,4 +1,4 @@
-"""Generate the model card from the measured figures."""
+"""Generation of the model card from the measured numbers."""
 
 from pathlib import Path
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 PARTS = ("train", "validation", "held_out")
 SHINGLE = 5
-"""Words in a shingle."""
+"""The number of words in a shingle."""
 LIMIT = 0.5
 """An entry is a duplicate if at least this fraction of its shingles has been seen before."""
 
@@ -39,8 +39,8 @@ Document = list[str]
 
 
 def read_documents() -> dict[str, Document]:
-    """All documents in the running Python's documentation, by name: ``topic:NAME`` or
-    ``module:NAME``."""
+    """Return all documents in the running Python's documentation, by names such as ``topic:NAME``
+    and ``module:NAME``."""
     from pydoc_data.topics import topics
 
     documents = {
@@ -56,17 +56,17 @@ def read_documents() -> dict[str, Document]:
 
 
 def read_split() -> dict[str, list[str]]:
-    """The names of each part's documents, from ``split.json``."""
+    """Return the names of each part's documents, from ``split.json``."""
     return json.loads((Path(__file__).parent / "split.json").read_text(encoding="utf-8"))
 
 
 def read_parts(documents: dict[str, Document] | None = None) -> dict[str, dict[str, str]]:
-    """The text of each part's documents, by name, without near-duplicates.
+    """Return the text of each part's documents, by name, without near-duplicates.
 
     An entry is dropped if at least half of its five-word shingles occur in entries kept before it.
     Documents are processed part by part, longest first. After that, training and validation entries
-    are dropped if at least half of their shingles occur in the held-out text: a short entry can be
-    part of a long held-out entry that is new as a whole.
+    are dropped if at least half of their shingles occur in the held-out text, because a short entry
+    can be part of a long held-out entry that is new as a whole.
     """
     documents = read_documents() if documents is None else documents
     seen: set[bytes] = set()
@@ -91,7 +91,8 @@ def read_parts(documents: dict[str, Document] | None = None) -> dict[str, dict[s
 
 
 def shingles(text: str) -> set[bytes]:
-    """Hashes of all five-word sequences. Empty for texts with fewer than five words."""
+    """Return the hashes of all five-word sequences of a text. The set is empty for texts with fewer
+    than five words."""
     words = re.findall(r"\w+", text.lower())
     runs = (" ".join(words[i : i + SHINGLE]) for i in range(len(words) - SHINGLE + 1))
     return {hashlib.blake2b(run.encode(), digest_size=8).digest() for run in runs}
@@ -106,7 +107,7 @@ def _is_new(entry: str, seen: set[bytes], *, add: bool) -> bool:
 
 
 def _source_modules() -> Iterator[tuple[str, Document]]:
-    """Modules written in Python. They are parsed, not imported."""
+    """Yield the modules that are written in Python. They are parsed, not imported."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
         parts = list(path.relative_to(root).with_suffix("").parts)
@@ -128,7 +129,7 @@ def _source_modules() -> Iterator[tuple[str, Document]]:
 
 
 def _definitions(node: ast.stmt, owner: str, depth: int) -> Iterator[str]:
-    """The documented classes and functions in a statement. Classes precede their members."""
+    """Yield the documented classes and functions in a statement. Classes precede their members."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in node.bases)
         head = f"class {owner}.{node.name}" + (f"({bases})" if bases else "")
@@ -155,7 +156,8 @@ def _arguments(arguments: ast.arguments) -> str:
 
 
 def _extension_modules() -> Iterator[tuple[str, Document]]:
-    """Modules written in C. They are imported, as their docstrings have no source files."""
+    """Yield the modules that are written in C. They are imported, because their docstrings are not
+    in source files."""
     for name in sorted(sys.stdlib_module_names):
         if _SKIPPED.search(name) or name in _EASTER_EGGS:
             continue
@@ -204,7 +206,7 @@ def _title(name: str) -> str:
 
 
 def _entry(head: str, text: object, depth: int) -> Iterator[str]:
-    """A signature followed by its docstring. Yields nothing without a docstring."""
+    """Yield a signature followed by its docstring. Without a docstring, nothing is yielded."""
     if not isinstance(text, str) or not text.strip():
         return
     body = inspect.cleandoc(text)

@@ -1,11 +1,11 @@
-"""Tokenize the documents, augment them, and cut them into training windows.
+"""Training data: tokenizing the documents, augmenting them, and cutting them into windows.
 
 The tokenizer is byte-level BPE, trained only on the training text.
 
-The training text is only a few megabytes, and the model sees it several times. Without augmentation
-it memorizes the names, but for unseen text it must look them up in the context, at any distance.
-Therefore each epoch replaces some rare words of a document by other words, consistently within the
-document, and some windows contain a passage twice.
+The training text is only a few megabytes, and the model sees it several times. Without
+augmentation, it memorizes the names in the text. For unseen text, however, it must look names up in
+the context, at any distance. Therefore each epoch replaces some rare words of a document by other
+words, consistently within the document, and some windows contain a passage twice.
 """
 
 import json
@@ -24,7 +24,7 @@ from .corpus import read_parts
 from .recipe import Recipe
 
 END = "<|endoftext|>"
-"""Precedes every document. Its id is 0."""
+"""The token that precedes every document. Its id is 0."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
@@ -46,8 +46,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
 def save_tokenizer(tokenizer: tokenizers.Tokenizer, folder: Path, context: int) -> None:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``.
 
-    The tokenizer does not add a BOS token: training windows start anywhere in a document, and so
-    can prompts.
+    The tokenizer does not add a BOS token, because training windows and prompts may start anywhere
+    in a document.
     """
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
@@ -76,7 +76,8 @@ class Data:
         stream = np.concatenate(encode(tokenizer, texts["validation"]))
         count = (len(stream) - 1) // recipe.context
         tokens = sum(map(len, encode(tokenizer, self.texts)))
-        # Renaming changes the number of tokens slightly, but all epochs have as many windows.
+        # Renaming changes the number of tokens slightly, but all epochs have the same number of
+        # windows.
         self.per_epoch = int(0.95 * tokens) // recipe.context - 1
         if self.per_epoch < 1 or not count:
             raise ValueError(f"too little text for windows of {recipe.context} tokens")
@@ -84,14 +85,14 @@ class Data:
         self._epochs: dict[int, np.ndarray] = {}
 
     def batch(self, step: int) -> np.ndarray:
-        """The windows of a step, int32[rows, context + 1]. Deterministic."""
+        """Return the windows of a step, int32[rows, context + 1]. They are deterministic."""
         rows = self.recipe.rows
         picked = [divmod(i, self.per_epoch) for i in range(step * rows, (step + 1) * rows)]
         return np.stack([self._epoch(epoch)[at] for epoch, at in picked])
 
     def _epoch(self, number: int) -> np.ndarray:
-        """The windows of an epoch: documents are renamed, reordered and cut at new offsets, and the
-        windows are shuffled."""
+        """Return the windows of an epoch. Words in the documents are replaced, the documents are
+        reordered and cut at new offsets, and the windows are shuffled."""
         if number not in self._epochs:
             context, rng = self.recipe.context, np.random.default_rng([self.recipe.seed, number])
             renamed = {name: self.renamer.rename(text, rng) for name, text in self.texts.items()}
@@ -109,13 +110,13 @@ class Data:
 
 
 def encode(tokenizer: tokenizers.Tokenizer, texts: dict[str, str]) -> list[np.ndarray]:
-    """The token ids of each document, int32[tokens], starting with ``END``."""
+    """Return the token ids of each document, int32[tokens], starting with ``END``."""
     encoded = tokenizer.encode_batch([END + text for text in texts.values()])
     return [np.array(one.ids, np.int32) for one in encoded]
 
 
 def part_tokens(part: str, lm: LanguageModel) -> list[int]:
-    """The concatenated token ids of a part's documents, with the model's own tokenizer."""
+    """Return the concatenated token ids of a part's documents, with the model's own tokenizer."""
     if lm.tokenizer is None:
         raise ValueError(f"{lm.source} has no tokenizer")
     documents = encode(lm.tokenizer.backend, read_parts()[part])

@@ -34,7 +34,7 @@ POSITIONS, BUCKET = 1024, 128
 WIDE_BUCKET = 256
 """The bucket size for the loss by position over the full context."""
 STRIDE = 512
-"""The distance between the windows that perplexity is measured on, in tokens."""
+"""The distance between the windows on which perplexity is measured, in tokens."""
 SPOT = ("module:socketserver", "module:textwrap", "topic:import")
 """Documents that are identical in several Python versions. A test measures their loss again."""
 PROMPTS = (
@@ -48,14 +48,15 @@ PROMPTS = (
 class Losses:
     """The losses of all tokens of some documents, except each document's first token.
 
-    ``losses``: float64[tokens], in nats. ``text_bytes``: the size of the documents in UTF-8.
+    ``losses`` is float64[tokens], in nats. ``text_bytes`` is the size of the documents in UTF-8, in
+    bytes.
     """
 
     losses: np.ndarray
     text_bytes: int
 
     def figures(self) -> dict[str, float]:
-        """Mean nats per token, perplexity per token, and bits per byte."""
+        """Return the mean nats per token, the perplexity per token, and the bits per byte."""
         nats = float(self.losses.mean())
         bits = float(self.losses.sum()) / math.log(2) / self.text_bytes
         return {
@@ -68,7 +69,8 @@ class Losses:
 def window_losses(
     architecture: Architecture, params: Params, windows: np.ndarray, *, rows: int = 4
 ) -> np.ndarray:
-    """The loss of each token after the first in each window: float32[windows, length - 1]."""
+    """Return the loss of each token after the first in each window, float32[windows, length -
+    1]."""
     run = _compiled(architecture)
     parts = []
     for start in range(0, len(windows), rows):
@@ -86,8 +88,8 @@ def _compiled(architecture: Architecture) -> Callable[[Params, Array], Array]:
 def document_losses(
     lm: LanguageModel, documents: Sequence[np.ndarray], context: int, stride: int = STRIDE
 ) -> np.ndarray:
-    """The loss in nats of each token except each document's first. After a document's first window,
-    every token has at least ``context - stride`` tokens of context."""
+    """Return the loss, in nats, of each token except each document's first. After a document's
+    first window, every token has at least ``context - stride`` tokens of context."""
     windows, spans = [], []
     for document in documents:
         end = 1
@@ -108,10 +110,10 @@ def document_losses(
 def position_losses(
     lm: LanguageModel, documents: Sequence[np.ndarray], context: int, bucket: int = BUCKET
 ) -> np.ndarray:
-    """Mean loss by context length, measured on the same tokens for every length.
+    """Compute the mean loss by context length, on the same tokens for every length.
 
-    Windows start at every multiple of ``bucket``, so each token is in every bucket once. Tokens too
-    close to the start of their document for this are left out.
+    Windows start at every multiple of ``bucket``, so each token is in every bucket once. Tokens
+    that are too close to the start of their document are left out.
 
     Returns:
       float64[context // bucket], in nats. The first element is for 1 to ``bucket`` tokens of
@@ -135,7 +137,7 @@ def position_losses(
 
 
 def spot_losses(lm: LanguageModel, documents: Sequence[np.ndarray]) -> float:
-    """Mean nats per token over the first ``POSITIONS`` tokens of each document."""
+    """Return the mean nats per token over the first ``POSITIONS`` tokens of each document."""
     length = POSITIONS + 1
     windows = np.stack([document[:length] for document in documents])
     return float(window_losses(lm.architecture, lm.params, windows).mean())
@@ -231,7 +233,8 @@ ORDER = 3
 def unigram_losses(
     train: Sequence[np.ndarray], test: Sequence[np.ndarray], vocab_size: int
 ) -> np.ndarray:
-    """Nats of each test token except a document's first, from add-one unigram frequencies."""
+    """Return the nats of each test token except a document's first, under add-one unigram
+    frequencies."""
     counts = np.bincount(np.concatenate([d[1:] for d in train]), minlength=vocab_size) + 1.0
     return -np.log(counts / counts.sum())[np.concatenate([d[1:] for d in test])]
 
@@ -239,7 +242,8 @@ def unigram_losses(
 def trigram_losses(
     train: Sequence[np.ndarray], test: Sequence[np.ndarray], vocab_size: int
 ) -> np.ndarray:
-    """Nats of each test token except a document's first, from a modified Kneser-Ney trigram model.
+    """Return the nats of each test token except a document's first, under a modified Kneser-Ney
+    trigram model.
 
     The model is interpolated, with three discounts per order computed from the counts of counts.
     The lowest order is a uniform distribution (Chen and Goodman, An Empirical Study of Smoothing
@@ -269,8 +273,8 @@ def trigram_losses(
 def _interpolate(
     units: np.ndarray, counts: np.ndarray, queries: np.ndarray, vocab_size: int, lower: np.ndarray
 ) -> np.ndarray:
-    """Probabilities of the ``queries`` n-grams, interpolated with ``lower``, the probabilities of
-    shorter n-grams."""
+    """Return the probabilities of the n-grams ``queries``, interpolated with ``lower``, the
+    probabilities of shorter n-grams."""
     n1, n2, n3, n4 = (max(1, int((counts == n).sum())) for n in (1, 2, 3, 4))
     share = n1 / (n1 + 2 * n2)
     discounts = np.array(
@@ -294,7 +298,7 @@ def _find(values: np.ndarray, queries: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _grams(document: np.ndarray) -> np.ndarray:
-    """[tokens - 1, 3]: each token after the first, with the two tokens before it."""
+    """Return each token after the first, with the two tokens before it, [tokens - 1, 3]."""
     past = np.concatenate([np.repeat(document[:1], ORDER - 2), document])
     return np.stack([past[i : len(past) - ORDER + 1 + i] for i in range(ORDER)], axis=1)
 

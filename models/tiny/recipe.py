@@ -65,7 +65,8 @@ class Recipe:
 
 
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon for two-dimensional parameters other than embeddings, and AdamW for the rest."""
+    """Create the optimizer: Muon for two-dimensional parameters other than embeddings, and AdamW
+    for the others."""
 
     def rate(peak: float) -> optax.Schedule:
         falling = max(1, round(recipe.decay * recipe.steps))

@@ -1,9 +1,9 @@
 """Train the embedded model from scratch: ``python -m kvjax.models.tiny.train``.
 
 If training is interrupted, the same command resumes from the last checkpoint. The optimizer is Muon
-for matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) and AdamW for the rest. Muon
-needs fewer steps, and the small text and a CPU allow only a few thousand. The learning rate warms
-up, stays constant, and decays to zero over the last steps.
+for matrices (Jordan et al., 2024, kellerjordan.github.io/posts/muon) and AdamW for other
+parameters. Muon needs fewer steps, which matters because the small text and a CPU allow only a few
+thousand. The learning rate warms up, stays constant, and decays to zero over the last steps.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from .recipe import Recipe, optimizer
 def token_losses(
     architecture: Architecture, params: Params, windows: Int[Array, "rows length"]
 ) -> Array:
-    """The loss in nats of each token after the first, float32[rows, length - 1]."""
+    """Compute the loss, in nats, of each token after the first, float32[rows, length - 1]."""
     logits = architecture.apply(params, windows[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
 
@@ -47,7 +47,7 @@ class Windows(Protocol):
     """The training data of a run."""
 
     def batch(self, step: int) -> np.ndarray:
-        """The windows of a step, int32[rows, length + 1]. Must be deterministic."""
+        """Return the windows of a step, int32[rows, length + 1]. They must be deterministic."""
         ...
 
 
@@ -107,7 +107,7 @@ class Trainer:
         return {"params": optax.apply_updates(state["params"], updates), "optimizer": inner}, loss
 
     def run(self, data: Windows, until: int | None = None) -> Iterator[tuple[int, float]]:
-        """Train, saving checkpoints. Yields the number of steps and the loss after each step."""
+        """Train, and save checkpoints. Yields the number of steps and the loss after each step."""
         until = self.recipe.steps if until is None else until
         while self.step < until:
             self.state, loss = self.update(self.state, jnp.asarray(data.batch(self.step)))
@@ -136,11 +136,12 @@ def train(recipe: Recipe, workdir: Path, folder: Path, *, every: int = 50) -> No
     Args:
       recipe: the architecture and the training hyperparameters.
       workdir: the folder for checkpoints and the log of losses.
-      folder: the folder that the model is written to.
+      folder: the folder to which the model is written.
       every: the number of steps between checkpoints, validations and exports.
 
     Raises:
-      ValueError: if ``workdir`` has a run with another recipe, or there is too little text.
+      ValueError: if ``workdir`` contains a run with a different recipe, or there is too little
+        text.
     """
     workdir.mkdir(parents=True, exist_ok=True)
     texts = read_parts()
@@ -250,7 +251,8 @@ def export(params: Params, config: LlamaConfig, folder: Path) -> None:
 
 
 def plot_losses(entries: Sequence[dict[str, float]], tokens: int, file: Path) -> None:
-    """Plot the losses in ``losses.jsonl`` by tokens seen, with ``tokens`` tokens per step."""
+    """Plot the losses in ``losses.jsonl`` against the number of tokens seen. A step has ``tokens``
+    tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
