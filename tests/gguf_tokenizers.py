@@ -192,7 +192,7 @@ def bpe_metadata(backend: Backend, pre: str, **changes: object) -> dict[str, obj
 
 
 @functools.cache
-def _pieces(size: int) -> tuple[list[str], list[str]]:
+def trained_pieces(size: int) -> tuple[list[str], list[str]]:
     """Merged pieces of sentencepiece's kind in the order of their merges, and characters."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.Sequence(
@@ -203,12 +203,14 @@ def _pieces(size: int) -> tuple[list[str], list[str]]:
     backend.train_from_iterator(corpus(), trainer)
     vocab = backend.get_vocab()
     tokens = sorted(vocab, key=vocab.__getitem__)
-    return [t for t in tokens if len(t) > 1], [t for t in tokens if len(t) == 1]
+    special = {BOS, EOS, TOOL, UNKNOWN}
+    kept = [t for t in tokens if t not in special and ("\n" not in t or not t.strip("\n"))]
+    return [t for t in kept if len(t) > 1], [t for t in kept if len(t) == 1]
 
 
 def sentencepiece_metadata(size: int = 700, **changes: object) -> dict[str, object]:
     """Scores and types as in a file of sentencepiece's BPE; rare characters are only bytes."""
-    merged, chars = _pieces(size)
+    merged, chars = trained_pieces(size)
     chars = [c for c in chars if ord(c) < 0x3000]
     merged = [t for t in merged if set(t) <= set(chars)]
     pieces = [(UNKNOWN, 0.0, UNKNOWN_TYPE), (BOS, 0.0, CONTROL), (EOS, 0.0, CONTROL)]
@@ -232,7 +234,7 @@ def sentencepiece_metadata(size: int = 700, **changes: object) -> dict[str, obje
 
 def unigram_metadata(size: int = 700, **changes: object) -> dict[str, object]:
     """Like T5's: padding, EOS and unknown first, log probabilities, spaces merged."""
-    merged, chars = _pieces(size)
+    merged, chars = trained_pieces(size)
     rng = random.Random(1)
     pieces = [("<pad>", 0.0, CONTROL), (EOS, 0.0, CONTROL), (UNKNOWN, 0.0, UNKNOWN_TYPE)]
     pieces += [(t, -3 - 12 * rng.random(), NORMAL) for t in merged + chars if ord(t[-1]) < 0x3000]

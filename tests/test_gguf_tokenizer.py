@@ -93,7 +93,7 @@ def test_byte_level_bpe(pre: str) -> None:
 
 def test_every_pre_tokenizer_loses_nothing() -> None:
     metadata = gguf.bpe_metadata(gguf.train_bpe(byte_level()), "gpt-2")
-    texts = gguf.texts(150)
+    texts = gguf.texts(100)
     seen = set()
     for name, pre in PRE_TOKENIZERS.items():
         if pre in seen or not pre.byte_level:
@@ -262,9 +262,10 @@ def test_sentencepiece_bpe(prefix: bool) -> None:
     for text in gguf.texts(600):
         ids = tokenizer.encode(text)
         assert ids == [1, *reference.encode(text)], text
-        if gguf.UNKNOWN not in text:
-            decoded = tokenizer.decode(ids[1:], skip_special_tokens=False)
-            assert decoded == (text.replace("▁", " ")), text
+        decoded = tokenizer.decode(ids[1:], skip_special_tokens=False)
+        # The text after a special token gets a space too.
+        if not prefix or not any(token in text for token in reference.special):
+            assert decoded == text.replace("▁", " "), text
 
 
 @pytest.mark.slow
@@ -286,24 +287,17 @@ def test_sentencepiece_without_scores_goes_by_ids() -> None:
 
 def test_plain_text_bpe() -> None:
     """Gemma 4: the merges of the file, ▁ for spaces and bytes for other characters."""
-    merged, _ = gguf._pieces(700)
+    merged, _ = gguf.trained_pieces(700)
     metadata = gguf.sentencepiece_metadata()
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = []
-    for piece in [t for t in tokens if t in set(merged)] + ["\n\n"]:
+    for piece in [t for t in tokens if t in set(merged)]:
         pairs = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
         merges += [" ".join(pair) for pair in pairs if pair[0] in tokens and pair[1] in tokens]
-    tokens = [*tokens, "\n\n"]
-    metadata |= {
-        "tokenizer.ggml.model": "gemma4",
-        "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], 1],
-        "tokenizer.ggml.merges": merges,
-    }
+    metadata |= {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": merges}
     tokenizer = tokenizer_of(metadata)
-    scores = [*metadata["tokenizer.ggml.scores"], 1.0]
     same = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.add_space_prefix": False}
-    reference = gguf.Reference({**metadata, **same, "tokenizer.ggml.scores": scores})
+    reference = gguf.Reference({**metadata, **same})
     for text in gguf.texts(300):
         ids = tokenizer.encode(text)
         assert ids == [1, *reference.encode(text)], text
@@ -317,7 +311,8 @@ def test_unigram(merge_spaces: bool) -> None:
     for text in gguf.texts(400):
         if merge_spaces or text.strip(" "):
             assert tokenizer.encode(text) == [*reference.encode(text), 1], text
-    assert tokenizer.decode(tokenizer.encode(" the  cache <tool>x")) == "the cache<tool> x"
+    decoded = tokenizer.decode(tokenizer.encode(" the  cache <tool>x"))
+    assert decoded == ("the cache<tool> x" if merge_spaces else " the  cache <tool> x")
 
 
 def test_unigram_with_bytes() -> None:
