@@ -3,7 +3,6 @@
 Where the two differ, llama.cpp's behavior is the right one, and each test names the difference.
 """
 
-import os
 import re
 import unicodedata
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
+from benchmarks.real import REASON, real_model_file
+from kvjax.models.gguf import read_gguf
 from kvjax.models.gguf.pre_tokenizers import PRE_TOKENIZERS
 from kvjax.models.gguf.tokenizer import gguf_tokenizer
 from kvjax.models.text import Tokenizer
@@ -108,7 +109,7 @@ def test_unigram(transformers: Any) -> None:
     check_equal(ours(metadata), backend, texts, decode=False)
 
 
-SMOLLM2 = os.environ.get("KVJAX_SMOLLM2_GGUF")
+FILE = real_model_file()
 MESSAGES = [
     [{"role": "user", "content": "What is 12 + 345?"}],
     [
@@ -123,16 +124,11 @@ MESSAGES = [
 @pytest.fixture(scope="module")
 def smollm2(transformers: Any) -> tuple[Tokenizer, Any]:
     """A real file's tokenizer, and what Transformers makes of it."""
-    if not SMOLLM2:
-        pytest.skip("KVJAX_SMOLLM2_GGUF is not set to a SmolLM2-135M-Instruct GGUF file")
-    from transformers.integrations.gguf import read_gguf_metadata
-
-    keys = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
-    metadata = read_gguf_metadata(SMOLLM2, keys)[0]
-    file = Path(SMOLLM2)
-    tokenizer = gguf_tokenizer(file, metadata)
+    if FILE is None:
+        pytest.skip(REASON)
+    tokenizer = gguf_tokenizer(FILE, read_gguf(FILE).metadata)
     assert tokenizer is not None
-    reference = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    reference = transformers.AutoTokenizer.from_pretrained(FILE.parent, gguf_file=FILE.name)
     return tokenizer, reference
 
 
