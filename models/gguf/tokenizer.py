@@ -47,11 +47,10 @@ _DEFAULT_IDS = {
 }
 _CONTROL_TEXTS = {
     *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>"),
-    *("<|calls|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<EOT>", "_<EOT>", "[EOT]"),
-    *("[EOS]", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
-    *("<｜end▁of▁sentence｜>", "</s>"),
+    *("<|calls|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<end_of_utterance>"),
+    *("<turn|>", "<｜end▁of▁sentence｜>"),
 }
-"""Tokens that end a turn or a text. They are control tokens, whatever type the file gives them."""
+"""Tokens that end a turn or a text. Some files give them the type of words."""
 
 
 def gguf_tokenizer(file: Path, metadata: Mapping[str, object]) -> Tokenizer | None:
@@ -151,10 +150,9 @@ def _read_vocabulary(fields: Fields) -> _Vocabulary:
     types = [_NORMAL] * len(tokens)
     if fields.raw(_TYPES) is not None:
         types = _read_numbers(fields, _TYPES, "iu", len(tokens)).tolist()
-    # Gemma 4's end of turn is not </s>, which is an ordinary word there.
-    control = _CONTROL_TEXTS - ({"</s>"} if "<|tool_response>" in ids else set())
-    for text in control & ids.keys():
-        types[ids[text]] = _CONTROL
+    for text in _CONTROL_TEXTS & ids.keys():
+        if types[ids[text]] == _NORMAL:
+            types[ids[text]] = _CONTROL
     return _Vocabulary(tokens, types, ids)
 
 
@@ -231,6 +229,7 @@ def _bpe(fields: Fields, vocabulary: _Vocabulary, pre: PreTokenizer) -> Backend:
         byte_fallback=not pre.byte_level,
     )
     backend = Backend(model)
+    steps: list[pre_tokenizers.PreTokenizer]
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     if pre.byte_level:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))

@@ -132,6 +132,7 @@ def smollm2(transformers: Any) -> tuple[Tokenizer, Any]:
     return tokenizer, reference
 
 
+@pytest.mark.slow
 def test_smollm2(smollm2: tuple[Tokenizer, Any]) -> None:
     tokenizer, reference = smollm2
     without = [text for text in gguf.texts() if not any(map(is_number, text))]
@@ -147,6 +148,7 @@ def is_number(char: str) -> bool:
     return unicodedata.category(char)[0] == "N"
 
 
+@pytest.mark.slow
 def test_smollm2_chats(smollm2: tuple[Tokenizer, Any]) -> None:
     tokenizer, reference = smollm2
     for messages in MESSAGES:
