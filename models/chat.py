@@ -127,7 +127,7 @@ class ChatTemplates:
         return _cut(rendered, final) if ending else rendered
 
     def _reads_parts(self, text: str, scope: Mapping[str, object]) -> bool:
-        """Whether a template renders a list of content parts but drops a string content."""
+        """Return whether a template renders a list of content parts but drops a string content."""
         if text not in self._in_parts:
             message = {"role": "user", "content": _PROBE}
             shown = (

@@ -26,7 +26,7 @@ class _MultimodalDefaults:
       text_type: the text model's ``model_type``.
       tied: the default of the outer ``tie_word_embeddings``.
       either: whether embeddings are tied if either ``text_config`` or the outer config says so.
-      missing: the text model's fields if there is no ``text_config``.
+      missing: the text model's fields if ``text_config`` is missing.
       flat: whether the text model's fields may be at the top level instead of in ``text_config``.
     """
 
@@ -109,7 +109,7 @@ def _is_multimodal(values: Mapping[str, object]) -> bool:
 
 
 def is_read(config: Fields) -> bool:
-    """Whether kvjax supports the model of a ``config.json``, or its text model."""
+    """Return whether kvjax supports the model of a ``config.json``, or its text model."""
     name = (_text(config)[0] if _is_multimodal(config.values) else config).raw("model_type")
     return isinstance(name, str) and name in FAMILIES
 
@@ -212,7 +212,7 @@ def other_part(name: str) -> str | None:
 
 
 def take_text(stored: Stored) -> tuple[Stored, dict[str, list[StoredTensor]]]:
-    """Split tensors into those of the text model, and all others, grouped by module."""
+    """Split tensors into the text model's tensors, and all others, grouped by module."""
     text = {name: tensor for name, tensor in stored.items() if not other_part(name)}
     others: dict[str, list[StoredTensor]] = {}
     for name, tensor in stored.items():

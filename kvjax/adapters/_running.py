@@ -101,12 +101,12 @@ def running(
 
 
 def current_call() -> RunningCall | None:
-    """The running call; None outside of ``running``."""
+    """Return the running call; None outside of ``running``."""
     return _current.get()
 
 
 def positions(tokens: Array) -> Positions:
-    """Positions of tokens [batch, new], for learned position embeddings.
+    """Return the positions of tokens [batch, new], for learned position embeddings.
 
     Inside ``running``, returns the positions in the cache, int32[batch, new]. Otherwise returns 0
     to ``new - 1``, int32[1, new].
@@ -172,7 +172,7 @@ class CachedAttention:
     def __call__(
         self, query: TokensFirst, key: TokensFirst, value: TokensFirst, *args: Any, **options: Any
     ) -> TokensFirst:
-        """Attention on arrays [batch, new, heads, head_dim]."""
+        """Compute attention on arrays [batch, new, heads, head_dim]."""
         call, sight = current_call(), self.sight
         if call is None and self.rotary is None and not sight:
             return self.own(query, key, value, *args, **options)

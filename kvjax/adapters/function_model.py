@@ -55,7 +55,7 @@ def language_model(
         per row, or None if all are real. Logits are [batch, new, vocab]. Two more parameters are
         optional. ``last_only`` is True if only the logits of each row's last real token are needed;
         they may then be [batch, 1, vocab]. ``max_len`` is the sequence length for rotary
-        frequencies that depend on it, when there is no cache. Programs are compiled once per
+        frequencies that depend on it, in passes without a cache. Programs are compiled once per
         function object, so don't define a new function for every call.
       config: an object or a mapping with ``num_hidden_layers``, ``num_key_value_heads``,
         ``head_dim`` and ``vocab_size``, as in Transformers, whose configs work too. ``dtype``, used
@@ -110,7 +110,7 @@ def language_model(
 
 
 def _config(config: object, params: PyTree) -> Any:
-    """The config of the decoder. If it has no dtype, one is added."""
+    """Return the config of the decoder. If it has no dtype, one is added."""
     if isinstance(config, Mapping):
         config = SimpleNamespace(**config)
     config = decoder_config(config)
@@ -236,11 +236,11 @@ class FunctionModel:
         return apply_in_chunks(run, tokens, cache, lengths, last_only=last_only, vocab=self.vocab)
 
     def abstract_params(self) -> PyTree:
-        """Shapes and dtypes of the parameters."""
+        """Return the shapes and dtypes of the parameters."""
         return jax.tree.unflatten(self.structure, self.leaves)
 
     def param_shardings(self, mesh: Mesh | AbstractMesh) -> PyTree:
-        """The sharding of each parameter over a mesh.
+        """Return the sharding of each parameter over a mesh.
 
         Raises:
           ValueError: if the mesh has axes that ``kvjax.make_mesh`` does not create, or ``specs``
@@ -297,7 +297,7 @@ class FunctionModel:
 
 
 def _last_logits(logits: Array, lengths: Counts | None) -> Array:
-    """The logits of each row's last real token: [batch, 1, vocab]."""
+    """Return the logits of each row's last real token: [batch, 1, vocab]."""
     if lengths is None:
         return logits[:, -1:]
     at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)

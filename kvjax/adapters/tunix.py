@@ -156,15 +156,15 @@ class KvjaxRollout(base_rollout.BaseRollout):
         nnx.update(self._actor, nnx.from_flat_state(list(new.items())))
 
     def pad_id(self) -> int:
-        """The id of the tokenizer's padding token."""
+        """Return the id of the tokenizer's padding token."""
         return int(self._tokenizer.pad_id())
 
     def eos_id(self) -> int:
-        """The id of the tokenizer's end token."""
+        """Return the id of the tokenizer's end token."""
         return int(self._tokenizer.eos_id())
 
     def model(self) -> nnx.Module:
-        """The actor, an NNX module."""
+        """Return the actor, an NNX module."""
         return self._actor
 
     def _params(self) -> PyTree:

@@ -269,8 +269,8 @@ def _attention_output(
 def _attend_by_kernel(
     target: Target, path: Path, queries: tuple[AttentionOutput, ...], view: LayerView, mask: Mask
 ) -> AttentionOutput:
-    """Compute attention by a path that has no derivative of its own. The derivative is that of the
-    path ``blocks``."""
+    """Compute attention by a path that has no derivative. Instead, the derivative of the path
+    ``blocks`` is used."""
     output: AttentionOutput = _attend_once(target, path, queries, view, mask)
     return output
 
@@ -336,8 +336,8 @@ _attend_once = jax.jit(_attend, static_argnames=("target", "path"))
 
 
 def _is_cacheable(leaves: list[object], form: object) -> bool:
-    """Whether the trace of a bias can be cached. It can if its leaves are arrays and its structure
-    is hashable."""
+    """Return whether the trace of a bias can be cached. It can if its leaves are arrays and its
+    structure is hashable."""
     try:
         hash(form)
     except TypeError:

@@ -102,8 +102,8 @@ def reference(inputs: AttentionInputs) -> AttentionOutput:
 
 
 def has_product_dtype(section: Section, rows: Array) -> bool:
-    """Whether a section can be multiplied as it is stored. Numbers that are stored as bits or in
-    float16 would first be converted, in a copy."""
+    """Return whether a section can be multiplied as it is stored. Numbers that are stored as bits
+    or in float16 would first be converted, in a copy."""
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
     dtypes |= {str(codec.dtype) for codec in section.codecs}
     return dtypes == {rows.dtype.name} and rows.dtype != jnp.float16
@@ -165,9 +165,9 @@ def _walk_evenly(partial: Partial, section: Section, inputs: AttentionInputs) ->
 
 
 def _fits(section: Section, rows: Array) -> bool:
-    """Whether a section may be multiplied in one piece: without a conversion, and with scores that
-    take no more memory than the float32 copies of a block. The limit keeps memory from growing with
-    the capacity."""
+    """Return whether a section may be multiplied in one piece: without a conversion, and with
+    scores that take no more memory than the float32 copies of a block. The limit keeps memory from
+    growing with the capacity."""
     batch, kv_heads, count, head_dim = rows.shape
     coarse = block_sizes(section.size, section.unit, batch * kv_heads * head_dim)[1]
     scores = SCORE_ARRAYS * count * section.size
@@ -175,7 +175,7 @@ def _fits(section: Section, rows: Array) -> bool:
 
 
 def _is_mostly_visible(section: Section, mask: Mask) -> bool:
-    """Whether queries may see most of a section. Otherwise it is faster to skip blocks."""
+    """Return whether queries may see most of a section. Otherwise it is faster to skip blocks."""
     size = section.size
     return min(mask.window or size, mask.chunk or size) >= MIN_FILLED * size
 

@@ -227,8 +227,8 @@ def _multiply_pages(
 
 
 def _is_supported(inputs: AttentionInputs) -> bool:
-    """Whether pages can be multiplied in place: they hold raw numbers, and there are few enough
-    queries that the intermediate arrays of a page are much smaller than its keys."""
+    """Return whether pages can be multiplied in place: they hold raw numbers, and there are few
+    enough queries that the intermediate arrays of a page are much smaller than its keys."""
     if not on_cpu() or inputs.shard is not None or inputs.mask.bias or len(inputs.sections) > 1:
         return False
     (section,), new = inputs.sections, inputs.queries.shape[2]
@@ -256,7 +256,7 @@ PATHS: dict[str, Path] = {
 }
 
 DIFFERENTIABLE = blockwise, reference, bucketed
-"""Paths with derivatives. The derivative of the other paths is that of ``blocks``."""
+"""Paths with derivatives. The other paths have the derivative of ``blocks``."""
 
 BRANCHES, KERNELS = "cheap branches", "kernels"
 """What a target supports."""

@@ -23,7 +23,7 @@ class Step:
     """One call of a model in progress. Create it with ``step``.
 
     ``cache`` is the cache, to which earlier layers have already appended keys and values. It is
-    None if there is no cache. ``new`` is the number of tokens per row.
+    None in a pass without a cache. ``new`` is the number of tokens per row.
 
     Example:
       ```python

@@ -64,8 +64,8 @@ def measure_bandwidth(array_bytes: int = ARRAY_BYTES, repeats: int = 8) -> Bandw
     """Measure the memory bandwidth of the default device.
 
     Several methods are timed, each ``repeats`` times. Each measurement is a lower bound of the
-    bandwidth, so the result is that of the fastest call of the fastest method. On a CPU, a compiled
-    reduction may not use all cores, so multithreaded NumPy reductions are tried too.
+    bandwidth, so the result is the bandwidth in the fastest call of the fastest method. On a CPU, a
+    compiled reduction may not use all cores, so multithreaded NumPy reductions are tried too.
 
     Raises:
       ValueError: if the array has less than 4 KiB, or ``repeats`` is less than 1.

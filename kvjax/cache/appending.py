@@ -73,8 +73,8 @@ def append(
 
     Returns:
       The updated cache. A row in which the tokens do not fit is unchanged and gets the status
-      ``OVERFLOW``. A row whose ``lengths`` differ from those of previous layers gets the status
-      ``OUT_OF_STEP``.
+      ``OVERFLOW``. A row whose ``lengths`` differ from its ``lengths`` in previous layers gets the
+      status ``OUT_OF_STEP``.
 
     Raises:
       ValueError: if shapes do not fit the cache, keys or values are not floating-point, the layer
@@ -137,7 +137,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 
     Returns:
       The cache with increased lengths. Rows in which the tokens did not fit keep their length. Rows
-      whose ``lengths`` differ from those of ``append`` get the status ``OUT_OF_STEP``.
+      whose ``lengths`` differ from their ``lengths`` in ``append`` get the status ``OUT_OF_STEP``.
 
     Raises:
       ValueError: if ``new`` is not the number of tokens that were appended, nothing was appended to

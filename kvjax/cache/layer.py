@@ -118,7 +118,7 @@ class LayerCache:
 
     def set_rows(self, rows: Array, others: "LayerCache") -> "LayerCache":
         """Replace the rows ``rows`` (int[n]) by the rows of ``others``. Out-of-range rows are
-        ignored. If slots are in pages, all pages are those of ``others``."""
+        ignored. If slots are in pages, all pages are taken from ``others``."""
 
         def set_in(old: PyTree, new: PyTree) -> PyTree:
             return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old, new)

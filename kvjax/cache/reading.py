@@ -18,10 +18,10 @@ def read(
 ) -> tuple[CachedKeysValues, CachedKeysValues, SlotPositions]:
     """Return the decoded keys and values of a layer, for your own attention.
 
-    If the layer has a tail, the slots of the body come first, then those of the tail. Each position
-    is in one of the two: raw or decoded, as a query at the row's newest token sees it. Between
-    ``append`` and ``advance``, the tokens of the call are included, and the last of them is the
-    newest token.
+    If the layer has a tail, the slots of the body come first, then the slots of the tail. Each
+    position is in one of the two: raw or decoded, as a query at the row's newest token sees it.
+    Between ``append`` and ``advance``, the tokens of the call are included, and the last of them is
+    the newest token.
 
     Args:
       cache: the cache.

@@ -44,7 +44,7 @@ is None after an error."""
 
 
 class Answer(Iterator[Piece]):
-    """An answer that is generated while you iterate over it. Its pieces are like those of
+    """An answer that is generated while you iterate over it. Its pieces are like the pieces of
     ``kvjax.stream``.
 
     ``text`` and ``tokens`` are the answer so far. If the answer is stopped early, by ``close`` or

@@ -195,7 +195,7 @@ class ResultsFile:
         return int(self._lines[-1]) if len(self) else 0
 
     def has(self, line: int, key: str) -> bool:
-        """Whether a line has an existing result.
+        """Return whether a line has an existing result.
 
         Raises:
           ValueError: if the result's key is not ``key``.
@@ -208,7 +208,7 @@ class ResultsFile:
         return True
 
     def is_error(self, line: int) -> bool:
-        """Whether the existing result of a line is an error."""
+        """Return whether the existing result of a line is an error."""
         return line in self._errors
 
     def mismatch(self, line: int) -> ValueError:
@@ -315,8 +315,8 @@ def _parse_result(raw: bytes) -> _Result | None:
 
 
 def _may_be_partial(raw: bytes) -> bool:
-    """Whether a line may be a partial result: the start of one, or zeros from an unfinished disk
-    write."""
+    """Return whether a line may be a partial result: the start of one, or zeros from an unfinished
+    disk write."""
     return RESULT_START.startswith(raw[: len(RESULT_START)]) or not raw.strip(b"\0")
 
 

@@ -183,7 +183,7 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
 
 
 def _sums_products(rows: Array) -> bool:
-    """Whether rows are few enough that a GPU should use ``_summed_products``."""
+    """Return whether rows are few enough that a GPU should use ``_summed_products``."""
     return rows.shape[2] <= SUMMED_ROWS and current_target().platform == "gpu"
 
 
@@ -284,8 +284,8 @@ class Raw(Codec):
 
 
 def _rewrites_16_bit_floats() -> bool:
-    """Whether the installed JAX's CPU compiler converts a whole 16-bit float array to float32 to
-    update a slice."""
+    """Return whether the installed JAX's CPU compiler converts a whole 16-bit float array to
+    float32 to update a slice."""
     return tuple(int(part) for part in jax.__version__.split(".")[:2]) < (0, 11)
 
 

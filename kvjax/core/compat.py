@@ -40,7 +40,7 @@ def flax_0_12_list(modules: Iterable[object]) -> Any:
 
 
 def jax_0_10_2_host_memory(platform: str) -> bool:
-    """Whether programs for a platform can keep results in host memory.
+    """Return whether programs for a platform can keep results in host memory.
 
     Before JAX 0.10.2, results of CPU programs are always in the CPU's default memory.
     """
@@ -80,7 +80,7 @@ def jax_0_10_error_code(error: BaseException) -> str | None:
 
 
 def jax_0_10_indexes_in_place(platform: str) -> bool:
-    """Whether gathers and scatters along non-adjacent axes work without a copy.
+    """Return whether gathers and scatters along non-adjacent axes work without a copy.
 
     Before JAX 0.10 the CPU compiler makes a transposed copy of the array.
     """
@@ -88,7 +88,7 @@ def jax_0_10_indexes_in_place(platform: str) -> bool:
 
 
 def jax_0_8_scatters_in_place(platform: str) -> bool:
-    """Whether scatters along non-adjacent axes work without a copy.
+    """Return whether scatters along non-adjacent axes work without a copy.
 
     Before JAX 0.8 the GPU compiler makes a transposed copy of the array.
     """
@@ -150,7 +150,7 @@ def jax_0_8_in_hbm(x: jax.Array) -> jax.Array:
 def jax_0_9_shutdown_timeout(seconds: int) -> dict[str, Any]:
     """Return the shutdown timeout as an argument of ``jax.distributed.initialize``.
 
-    Before JAX 0.9, the timeout is always five minutes, and there is no argument.
+    Before JAX 0.9, this argument does not exist, and the timeout is always five minutes.
     """
     return {} if JAX < (0, 9) else {"shutdown_timeout_seconds": seconds}
 
@@ -230,14 +230,14 @@ def _field(message: bytes, number: int) -> bytes:
 
 @functools.cache
 def has_triton() -> bool:
-    """Whether JAX lowers Pallas kernels with Triton. JAX 0.12 deprecates this."""
+    """Return whether JAX lowers Pallas kernels with Triton. JAX 0.12 deprecates this."""
     return JAX < (0, 12) and _has("jax.experimental.pallas.triton", "CompilerParams")
 
 
 @functools.cache
 def has_mosaic_gpu() -> bool:
-    """Whether JAX has the parts of Mosaic GPU that kvjax's kernel needs. JAX 0.12 is the first
-    version that has them."""
+    """Return whether JAX has the parts of Mosaic GPU that kvjax's kernel needs. JAX 0.12 is the
+    first version that has them."""
     return JAX >= (0, 12) and _has("jax.experimental.pallas.mosaic_gpu", "kernel", "mma")
 
 

@@ -1,4 +1,4 @@
-"""Loops and branches like those of ``lax``, which also work inside a user's ``jax.shard_map``.
+"""Loops and branches like in ``lax``, which also work inside a user's ``jax.shard_map``.
 
 There, JAX tracks along which mesh axes each array varies (``check_vma``). A loop must return its
 carry with the same axes as the initial carry, and all branches must return the same axes.
@@ -91,7 +91,7 @@ def match_varying(arrays: Sequence[PyTree]) -> tuple[list[PyTree], Axes]:
 
 
 def _axes_are_checked() -> bool:
-    """Whether JAX checks along which axes arrays vary."""
+    """Return whether JAX checks along which axes arrays vary."""
     mesh = jax.sharding.get_abstract_mesh()
     types = zip(mesh.axis_names, mesh.axis_types, strict=True) if not mesh.empty else ()
     manual = next((name for name, kind in types if kind is AxisType.Manual), None)

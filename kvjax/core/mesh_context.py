@@ -119,7 +119,8 @@ def _to_explicit(mesh: Mesh, x: Any) -> Any:
 
 
 def has_auto_axes() -> bool:
-    """Whether the mesh set with ``jax.set_mesh`` has an automatic axis of several devices."""
+    """Return whether the mesh set with ``jax.set_mesh`` has an automatic axis of several
+    devices."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return False

@@ -90,7 +90,7 @@ def current_platform() -> str:
 
 
 def on_cpu() -> bool:
-    """Whether programs are currently traced for a CPU."""
+    """Return whether programs are currently traced for a CPU."""
     return current_platform() == "cpu"
 
 
@@ -206,8 +206,9 @@ def mosaic_capability() -> tuple[int, int] | None:
     """Return the compute capability for which this process compiles Mosaic kernels; None if it is
     not yet decided.
 
-    JAX's Mosaic compiler supports one compute capability per process. It is that of the process's
-    GPU or, without a GPU, the first one with which ``check_mosaic_capability`` was called.
+    JAX's Mosaic compiler supports one compute capability per process. It is the capability of the
+    process's GPU or, without a GPU, the first capability with which ``check_mosaic_capability`` was
+    called.
     """
     if not _mosaic and jax.default_backend() == "gpu":
         own = target_of(jax.local_devices()[0]).capability

@@ -168,7 +168,7 @@ _target_devices: set[JaxDevice] = set()
 
 
 def is_target_device(device: JaxDevice) -> bool:
-    """Whether a device was created in this module from a topology. Such a device can't have
+    """Return whether a device was created in this module from a topology. Such a device can't have
     arrays."""
     return device in _target_devices
 

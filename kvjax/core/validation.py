@@ -128,7 +128,7 @@ def check_unicode(what: str, text: str, param: str) -> None:
 
 
 def is_traced(x: object) -> bool:
-    """Whether ``x`` is a tracer, whose values are unknown."""
+    """Return whether ``x`` is a tracer, whose values are unknown."""
     return isinstance(x, Tracer)
 
 

@@ -122,7 +122,7 @@ class DraftState:
         return float(self._acceptance.relative_time(_array(limit), adjust(self._cost))[0])
 
     def idle(self, limit: int, adjust: AdjustCost) -> bool:
-        """Whether no draft of up to ``limit`` tokens is worth its cost now."""
+        """Return whether no draft of up to ``limit`` tokens is worth its cost now."""
         return not self._worthwhile(min(limit, self._max_tokens), adjust)
 
     def next(self, limit: int, adjust: AdjustCost) -> tuple[int, list[int]]:

@@ -210,9 +210,9 @@ class Engine:
           deadline: seconds after which the request ends with the tokens that it has.
           num_beams, n, length_penalty, early_stopping: settings of a beam search, as for
             ``generate``. Each beam takes a row. At the end ``Handle.beam_results`` has the ``n``
-            best sequences, and the handle's tokens and text are those of the best one. A preempted
-            search starts over. Penalties and ``logit_bias`` do not work with beams. The sum of
-            ``num_beams`` and the number of end tokens must be at most 20.
+            best sequences, and the handle's tokens and text are taken from the best one. A
+            preempted search starts over. Penalties and ``logit_bias`` do not work with beams. The
+            sum of ``num_beams`` and the number of end tokens must be at most 20.
 
         Raises:
           ValueError: if an argument is wrong. The error names the argument, its value and the

@@ -100,7 +100,7 @@ class Handle:
       preemptions: how often the request lost its row and pages to others.
       times: when the request was submitted, admitted, and so on.
       beam_results: the best sequences of a finished beam search, best first; the handle's
-        ``tokens`` and ``text`` are those of the best one.
+        ``tokens`` and ``text`` are taken from the best one.
 
     Example:
       ```python
@@ -203,7 +203,8 @@ class Handle:
     def pieces(
         self, step: Callable[[], object], stepping: AbstractContextManager[object]
     ) -> Iterator[Piece]:
-        """Yield the request's output, and call ``step`` when there is none; see ``Engine.stream``.
+        """Yield the request's output. While no output is available, call ``step``. See
+        ``Engine.stream``.
 
         ``stepping`` is the lock that is held during steps.
         """

@@ -248,7 +248,7 @@ class ModelRunner:
         self, row: int, arrays: Sequence[np.ndarray], fresh: Sequence[int]
     ) -> None:
         """Restore the state of a row from a checkpoint of the prefix cache. ``fresh`` has the row's
-        partly full page in each cache group, or -1 if there is none."""
+        partly full page in each cache group, or -1 if all pages are full."""
         cache = self._state.cache
         like = [row_arrays(layer) for layer in cache.layers], cache.written
         leaves, treedef = jax.tree.flatten(like)

@@ -163,7 +163,7 @@ class PageTables:
     def share(self, row: int, path: Sequence[Node], tokens: int) -> list[int]:
         """Give an empty row the pages of ``tokens`` cached tokens. Full pages are shared. If the
         last page is only partly full, the row gets a free page instead. Returns this free page for
-        each group, or -1 if there is none."""
+        each group, or -1 if the last page is full."""
         fresh = []
         for number, group in enumerate(self._groups):
             pool, table = self._pools[number], self.tables[number]
@@ -229,7 +229,7 @@ class PageTables:
     def branch(self, source: int, row: int, tokens: int) -> list[tuple[int, int]]:
         """Let an empty row share the full pages of ``source``, which has ``tokens`` tokens. Returns
         for each group the source's partly full page and the free page to which it must be copied,
-        or a pair of -1 if there is none."""
+        or a pair of -1 if all pages are full."""
         copies = []
         for number, group in enumerate(self._groups):
             pool, table = self._pools[number], self.tables[number]
@@ -248,8 +248,8 @@ class PageTables:
         return copies
 
     def partial_pages(self, row: int, tokens: int) -> list[int]:
-        """For each group, return the partly full page of a row with ``tokens`` tokens, or 0 if
-        there is none."""
+        """For each group, return the partly full page of a row with ``tokens`` tokens, or 0 if all
+        its pages are full."""
         pages = []
         for group, table in zip(self._groups, self.tables, strict=True):
             part = group.pages_for(tokens)[1]
@@ -340,7 +340,7 @@ class SamplingState:
         self._write(row, _row_params(request.sampling, request.max_new_tokens, number, searching))
 
     def clear(self, row: int) -> None:
-        """Reset the parameters of a row to those of a row without a request."""
+        """Reset the parameters of a row to the parameters of a row without a request."""
         self._write(row, self._neutral)
 
     def for_rows(self, rows: np.ndarray) -> RowParams:

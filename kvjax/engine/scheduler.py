@@ -114,8 +114,8 @@ class Scheduler:
         self._decode(step, budget + decoding)
 
     def _next_prefill(self) -> RunningSequence | None:
-        """Return the first sequence with an unfinished prompt. If there is none, admit waiting
-        requests."""
+        """Return the first sequence with an unfinished prompt. If no running sequence has one,
+        admit waiting requests."""
         prefilling = [seq for seq in self.running if seq.prefilling]
         while not prefilling:
             seq = self._admit()
@@ -167,7 +167,7 @@ class Scheduler:
         """Free the ``missing`` pages of each pool for a sequence.
 
         Cached prefixes are evicted first. Then later sequences are preempted, the last one first.
-        If there are no later ones, the sequence itself is preempted, and the result is False. A
+        Without later sequences, the sequence itself is preempted, and the result is False. A
         sequence that runs alone gets the whole pool.
         """
         while not self._cache_manager.ensure_free(missing()):

@@ -120,7 +120,7 @@ def parse_rotary_len(config: ModelConfig, options: GenerationOptions, need: int)
 
 
 def parse_prefix_cache(options: GenerationOptions) -> Tenant | None:
-    """Return the prefix tree of a request, with its tenant; None if there is none.
+    """Return the prefix tree of a request, with its tenant; None without a prefix cache.
 
     Raises:
       ValueError: if options contradict the tree's settings.

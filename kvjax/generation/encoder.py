@@ -22,7 +22,7 @@ NOT_ENCODED = "this model's encoder has read no text: call lm.with_encoder_input
 
 
 def has_encoded(lm: object) -> bool:
-    """Whether the model has an encoder that has already read texts."""
+    """Return whether the model has an encoder that has already read texts."""
     return has_encoder(lm) and SOURCE in getattr(lm, "params", {})
 
 

@@ -150,7 +150,7 @@ class LanguageModel:
     mesh: Mesh | None = None
 
     def __repr__(self) -> str:
-        """The model's type and size, without its parameters."""
+        """Return the model's type and size, without its parameters."""
         config = self.config
         weights = without_source(self.params) if has_encoder(self) else self.params
         count = sum(math.prod(np.shape(leaf)) for leaf in jax.tree.leaves(weights))

@@ -187,7 +187,7 @@ class Timer:
     def __init__(self) -> None:
         self.compilations = 0
         self._wall = 0.0
-        # Events of nested functions overlap those of the outer function, so intervals are merged.
+        # The events of a nested function overlap the outer function's, so intervals are merged.
         self._compiling: list[tuple[float, float]] = []
 
     @contextmanager

@@ -261,8 +261,8 @@ class Layout(LayoutSpec):
 
     def rounded(self, parts: int) -> "Layout":
         """Return the layout with its slots rounded up to a multiple of ``parts``, for devices that
-        divide them or for whole tiles. The result is the layout of the stored arrays; the limit of
-        a row is still that of the original layout.
+        divide them or for whole tiles. The result is the layout of the stored arrays. It does not
+        change the limit of a row, which is still the limit of the original layout.
 
         Raises:
           ValueError: if it can't have more slots.

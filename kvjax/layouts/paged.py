@@ -188,7 +188,7 @@ class Paged(Layout):
         return jnp.where((columns < self.sink_pages) | (page < self.sink_pages), columns, page)
 
     def first_visible_page(self, written: Integers) -> Integers:
-        """Return the first page, after those of the sinks, that queries of a row may still see,
+        """Return the first page, apart from the sinks' pages, that queries of a row may still see,
         even after a rewind by ``rewindable`` tokens."""
         return xp(written).maximum(written - self._kept, 0) // self.page_size
 

@@ -98,7 +98,7 @@ class Ring(Layout):
 
     @property
     def _ring(self) -> int:
-        """The number of slots that are reused, which are all except those of the sinks."""
+        """The number of slots that are reused, which are all slots except the sinks."""
         return self.slots - self.sinks
 
     @property
@@ -108,7 +108,7 @@ class Ring(Layout):
 
     @property
     def slots(self) -> int:
-        """The number of slots per row: first those of the sinks, then those of the ring."""
+        """The number of slots per row: first the sinks, then the ring."""
         if self.window is None or self.slack is None:
             raise ValueError("this Ring has no window or slack yet: init_cache sets them")
         return self._whole if self.max_len is None else max(self.max_len, self.sinks + 1)

@@ -100,7 +100,7 @@ class Split:
     there.
 
     ``layout`` is the layer's resolved layout. ``block`` is the number of tokens per block. The
-    slots of the body are a multiple of ``parts``, and those of the tail a multiple of ``grain``.
+    number of slots is a multiple of ``parts`` in the body, and a multiple of ``grain`` in the tail.
     ``shard`` is the shard of the body that a device stores; None for the whole body.
     """
 

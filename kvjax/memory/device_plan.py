@@ -199,7 +199,7 @@ def plan_on(
 
 
 def _needs_subprocess(device: JaxDevice) -> bool:
-    """Whether a target device needs kernels for a compute capability that this process can't
+    """Return whether a target device needs kernels for a compute capability that this process can't
     compile."""
     target = target_of(device)
     if not is_target_device(device) or "mosaic_gpu" not in kernels_for(target):

@@ -188,7 +188,7 @@ def _rows(computation: Computation, times: int, trips: int) -> list[tuple[int, s
 
 
 def _is_view(instruction: Instruction) -> bool:
-    """Whether an instruction moves no bytes itself, because it only renames, waits or calls.
+    """Return whether an instruction moves no bytes itself, because it only renames, waits or calls.
 
     The compiler keeps reshapes that copy only for tiled arrays.
     """
@@ -255,7 +255,7 @@ def _written(instruction: Instruction) -> list[tuple[Result, int | None]]:
 
 def _in_place_chain(output: Instruction) -> list[Instruction]:
     """Return the chain of in-place updates from a parameter of a fused computation to an output;
-    empty if there is none."""
+    empty without such updates."""
     chain = [output]
     while chain[-1].kind in _UPDATES or _is_alias(chain[-1]):
         chain.append(chain[-1].operands[0])
@@ -264,7 +264,7 @@ def _in_place_chain(output: Instruction) -> list[Instruction]:
 
 
 def _is_alias(fused: Instruction) -> bool:
-    """Whether a fused instruction only renames its operand."""
+    """Return whether a fused instruction only renames its operand."""
     if fused.kind != "fusion" or _aliased(fused):
         return fused.kind in {"bitcast", "get-tuple-element", "fusion"}
     return {x.kind for x in fused.called[0].instructions} <= {"bitcast", "parameter"}

@@ -175,7 +175,7 @@ def _pool_map(
     counts = np.bincount(page, minlength=pool.pages)
     owners[page] = rows
     owners[counts > 1] = SHARED
-    # The filled part of a page is that of the longest row that owns it.
+    # A page is filled as far as in the longest row that owns it.
     layout, units = page_group.layout, np.asarray(page_group.units(length))
     number = np.asarray(layout.pages_in(jnp.asarray(units)))[rows, columns]
     filled = np.zeros(pool.pages, np.int64)

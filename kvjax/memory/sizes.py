@@ -247,7 +247,7 @@ def as_plannable(model: object) -> Plannable:
 
 
 def has_encoder(model: object) -> bool:
-    """Whether a loaded model or an architecture has an encoder."""
+    """Return whether a loaded model or an architecture has an encoder."""
     return bool(getattr(getattr(model, "architecture", model), "encodes", False))
 
 

@@ -153,7 +153,7 @@ def _row_state(caches: Sequence[KVCache]) -> dict[str, Array]:
 
 
 def _on_same_devices(cache: KVCache, other: KVCache) -> bool:
-    """Whether two caches are on the same devices; True if either is traced."""
+    """Return whether two caches are on the same devices; True if either is traced."""
     if is_traced(cache.length) or is_traced(other.length):
         return True
     return cache.length.devices() == other.length.devices()
@@ -166,7 +166,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
     window that queries see in all layers, it has their layout.
 
     Raises:
-      ValueError: if there is no such policy.
+      ValueError: if no such policy exists.
     """
     first, layouts = layers[0].policy, [layer.policy.layout for layer in layers]
     try:
@@ -207,7 +207,7 @@ def _with_layouts(cache: KVCache, policies: Sequence[CachePolicy]) -> KVCache:
 
 
 def _is_prefix_of(layout: Layout, larger: Layout) -> bool:
-    """Whether the slots of a layout are the first slots of a larger one."""
+    """Return whether the slots of a layout are the first slots of a larger one."""
     try:
         return layout.joined(larger) == larger
     except ValueError:

@@ -40,9 +40,9 @@ def convert(cache: KVCache, policy: PolicyChoice, *, max_len: int | None = None)
     Args:
       cache: the cache. It is not changed.
       policy: the new policy, as for ``init_cache``.
-      max_len: as for ``init_cache``. By default it is that of the old cache, if the layout needs
-        one. A growing layout starts with the capacity that the rows need or, inside ``jit``, with
-        the old capacity.
+      max_len: as for ``init_cache``. By default it is the ``max_len`` of the old cache, if the
+        layout needs one. A growing layout starts with the capacity that the rows need or, inside
+        ``jit``, with the old capacity.
 
     Raises:
       ValueError: if the tokens of a row do not fit in the new cache, or a row lacks tokens that the

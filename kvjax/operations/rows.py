@@ -1,5 +1,4 @@
-"""Operations on rows: copying, selecting, repeating, emptying and rewinding them, and branching in
-place."""
+"""Operations on rows: copy, select, repeat, empty and rewind rows, and branch in place."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -31,11 +31,11 @@ class PageGroup:
     split: Split | None = None
 
     def units(self, tokens: Integers) -> Integers:
-        """The number of units in the pages of a row that has ``tokens`` tokens."""
+        """Return the number of units in the pages of a row that has ``tokens`` tokens."""
         return tokens if self.split is None else self.split.flushed(tokens)
 
     def new_units(self, tokens: int) -> int:
-        """The maximum number of units that a call with ``tokens`` tokens writes to pages."""
+        """Return the maximum number of units that a call with ``tokens`` tokens writes to pages."""
         return tokens if self.split is None else -(-tokens // self.split.block)
 
 
@@ -57,7 +57,7 @@ class PageAllocator:
     Methods are pure and work inside ``jit``. Taking or freeing a page costs the same in a pool of
     any size.
 
-    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 if there is none.
+    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 for empty columns.
     ``refs`` (int32[pages]) counts the references to each page: one per row that holds it, plus one
     per ``retain``. The first ``left`` entries of ``stack`` (int32[pages]) are the free pages.
     ``left`` is int32[1]. On a mesh it is int32[shares]: each shard of the rows has its own pages,
@@ -162,7 +162,7 @@ class PageAllocator:
         return replace(before, table=table, refs=refs, left=left), granted
 
     def allocate(self, row: Array | int, pages: Array | int) -> tuple["PageAllocator", Array]:
-        """Take pages for those of a row's first ``pages`` columns that have none.
+        """Take a page for each empty column among a row's first ``pages`` columns.
 
         Returns:
           The new allocator, and bool[]: True if the row now has a page in all these columns. If
@@ -327,7 +327,7 @@ class FixedPageTables:
     the call's tokens. The caller ensures that two rows never write to the same page, and that no
     page is reused while a query may still see it.
 
-    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 if there is none.
+    ``table`` (int32[rows, columns]) has the page in each column of a row, or -1 for empty columns.
     ``pages`` is the number of pages in the pool.
     """
 

@@ -295,5 +295,5 @@ def ahead_bytes(bodies: Sequence[tuple[int, Device]]) -> int:
 
 
 def _leaves(size: LayerBytes) -> bool:
-    """Whether moving the layer to the host frees device memory."""
+    """Return whether moving the layer to the host frees device memory."""
     return size.tail < size.device

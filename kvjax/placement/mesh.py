@@ -69,7 +69,7 @@ def make_mesh(*, data: int = 1, tensor: int = 1, sequence: int = 1, devices: Any
 
 
 def _are_devices(x: object) -> bool:
-    """Whether ``x`` is a sequence or array of different devices."""
+    """Return whether ``x`` is a sequence or array of different devices."""
     if not isinstance(x, Sequence | np.ndarray):
         return False
     flat = list(np.ravel(np.asarray(x, object)))
@@ -242,11 +242,12 @@ class MeshSharding:
         return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 
     def put_bodies(self, body: _T, orders: Orders, kind: str | None = None) -> _T:
-        """Put the arrays of a body on the mesh. Works inside ``jit``."""
+        """Put the arrays of a body on the mesh. This works inside ``jit``."""
         return self.put_with_specs(body, self.body_specs(body, orders), kind)
 
     def put_with_specs(self, tree: _T, specs: PyTree, kind: str | None = None) -> _T:
-        """Put a pytree of arrays on the mesh, with these specs. Works inside ``jit``."""
+        """Put a pytree of arrays on the mesh with the specs ``specs``. This works inside
+        ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x, spec: self._put(x, spec, kind), tree, specs)
 

@@ -128,7 +128,7 @@ def copy_pages(
     """Copy each page in ``source`` (int32[n]) to the page at the same index in ``target``
     (int32[n]), in place. Pairs of -1 are skipped.
 
-    Pages are copied one after another. If there are none, nothing is read or written.
+    Pages are copied one after another. With n = 0, nothing is read or written.
     """
 
     def one(store: Array, order: Order) -> Array:

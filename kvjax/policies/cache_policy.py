@@ -90,8 +90,8 @@ class CachePolicy:
         return self.block if self.has_tail else 1
 
     def subblocks(self, head_dim: int) -> int:
-        """The number of subblocks of a block that a kernel reads one after another. Keys and values
-        use the same number, the larger one of the two codecs."""
+        """Return the number of subblocks of a block that a kernel reads one after another. Keys and
+        values use the same number, the larger one of the two codecs."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Orders, Orders]:
@@ -176,7 +176,7 @@ class CachePolicy:
         Args:
           max_len, window, initial_len: see ``LayoutSpec.resolve``.
           model_dtype: the dtype of keys and values, unless the codecs have their own.
-          values_dtype: the dtype of values, if it differs from that of keys.
+          values_dtype: the dtype of values, if it differs from the dtype of keys.
           rows: number of rows of the cache.
         """
         platform = self.placement.platform()

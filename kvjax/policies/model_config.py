@@ -45,7 +45,7 @@ def decoder_config(config: object) -> CacheShape:
 
 
 def layer_heads(config: object) -> tuple[tuple[int, int], ...]:
-    """The number of key-value heads and the head dimension of each layer.
+    """Return the number of key-value heads and the head dimension of each layer.
 
     They are read from ``num_key_value_heads`` and ``head_dim``, or from the attributes that
     Transformers uses instead: ``multi_query``, ``num_attention_heads``, ``hidden_size``. Layers can
@@ -60,25 +60,25 @@ def layer_heads(config: object) -> tuple[tuple[int, int], ...]:
 
 
 def common_heads(config: object) -> int:
-    """The greatest common divisor of the layers' numbers of key-value heads."""
+    """Return the greatest common divisor of the layers' numbers of key-value heads."""
     return math.gcd(*(heads for heads, _ in layer_heads(config)))
 
 
 def model_dtype(config: object) -> Any:
-    """The config's dtype; None if it has none. PyTorch's dtypes are returned as strings."""
+    """Return the config's dtype; None if it has none. PyTorch's dtypes are returned as strings."""
     dtype = getattr(config, "dtype", None)
     named = isinstance(dtype, str) or type(dtype).__module__ == "torch"
     return str(dtype).removeprefix("torch.") if named else dtype
 
 
 def scanned(config: object) -> bool:
-    """Whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache. The
+    """Return whether the model runs its layers in a ``lax.scan`` and so needs a stacked cache. The
     config's ``stacked`` says so."""
     return as_bool("the config's stacked", getattr(config, "stacked", False))
 
 
 def layer_windows(config: object) -> tuple[int | None, ...]:
-    """The attention window of each layer in tokens, None for full attention.
+    """Return the attention window of each layer in tokens, None for full attention.
 
     They are read from ``windows``, one per layer, or else from ``layer_types``, ``sliding_window``
     and ``attention_chunk_size``. With a chunk size (Llama 4), a query sees at most its chunk, and
@@ -98,8 +98,8 @@ def layer_windows(config: object) -> tuple[int | None, ...]:
 
 
 def layer_sources(config: object) -> tuple[int, ...] | None:
-    """For each layer, the index of the layer whose keys and values it reads; None if each layer has
-    its own.
+    """For each layer, return the index of the layer whose keys and values it reads. Returns None if
+    each layer has its own.
 
     They are read from ``cache_sources``, or else from ``num_kv_shared_layers`` (Gemma 3n), the
     number of layers at the end that have no keys and values. Each of these reads the last earlier
@@ -126,18 +126,18 @@ def layer_sources(config: object) -> tuple[int, ...] | None:
 
 
 def _layer_configs(config: CacheShape) -> Sequence[object]:
-    """One config per layer."""
+    """Return one config per layer."""
     own = getattr(config, "per_layer_config", None)
     return own if isinstance(own, Sequence) else (config,) * config.num_hidden_layers
 
 
 def _positive_int(config: object, name: str) -> int | None:
-    """An integer attribute of a config; None if it is missing or None."""
+    """Return an integer attribute of a config; None if it is missing or None."""
     return as_optional_int(name, getattr(config, name, None), 1)
 
 
 def _query_heads(config: object, missing: str) -> int:
-    """The number of query heads, as the default for the attribute ``missing``."""
+    """Return the number of query heads, as the default for the attribute ``missing``."""
     heads = _positive_int(config, "num_attention_heads")
     if heads is None:
         raise ValueError(f"the config has neither {missing} nor num_attention_heads")
@@ -232,35 +232,36 @@ def _sources_by_type(config: CacheShape, shared: Any) -> tuple[int, ...]:
 
 
 def beyond_context(config: object, tokens: int) -> int:
-    """The number of tokens by which ``tokens`` exceeds the model's training context; 0 if the
-    config does not give the context."""
+    """Return the number of tokens by which ``tokens`` exceeds the model's training context; 0 if
+    the config does not give the context."""
     context = trained_context(config)
     return max(tokens - context, 0) if context else 0
 
 
 def trained_context(config: object) -> int | None:
-    """The context length that a model was trained with, in tokens. It is the config's ``context``,
-    ``max_position_embeddings`` or ``position_limit``; None if the config has none of these."""
+    """Return the context length that a model was trained with, in tokens. It is the config's
+    ``context``, ``max_position_embeddings`` or ``position_limit``; None if the config has none of
+    these."""
     config = decoder_config(config)
     context = getattr(config, "context", None) or getattr(config, "max_position_embeddings", None)
     return context or position_limit(config)
 
 
 def position_limit(config: object) -> int | None:
-    """The number of positions that a model supports, from the config's ``position_limit``. None
-    means no limit, as with rotary positions."""
+    """Return the number of positions that a model supports, from the config's ``position_limit``.
+    None means no limit, as with rotary positions."""
     return as_optional_int("position_limit", getattr(config, "position_limit", None), 1)
 
 
 def positions_needed(prompt: int, new: int) -> int:
-    """The number of positions (cache slots) that ``prompt`` tokens and ``new`` generated tokens
-    need. The last new token needs none, because the model never reads it."""
+    """Return the number of positions (cache slots) that ``prompt`` tokens and ``new`` generated
+    tokens need. The last new token needs none, because the model never reads it."""
     return prompt + max(new - 1, 0)
 
 
 def new_tokens_for(positions: int, prompt: int) -> int:
-    """The maximum number of tokens that can be generated after ``prompt`` tokens if there are
-    ``positions`` positions. This is the inverse of ``positions_needed``."""
+    """Return the maximum number of tokens that can be generated after ``prompt`` tokens if there
+    are ``positions`` positions. This is the inverse of ``positions_needed``."""
     return positions - prompt + 1 if prompt <= positions else 0
 
 
@@ -300,6 +301,6 @@ def resolve_rotary_len(
 
 
 def same_rotary(config: object, length: int, other: int) -> bool:
-    """Whether sequences of these two lengths have the same rotary frequencies."""
+    """Return whether sequences of these two lengths have the same rotary frequencies."""
     same = getattr(config, "same_rotary", None)
     return same is None or same(length, other)

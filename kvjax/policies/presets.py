@@ -227,7 +227,7 @@ def _refuse_auto(inner: object) -> None:
 
 
 def budget_of(choice: PolicyChoice | None) -> Budget | None:
-    """The budget of a policy or of a preset with this name; None if it has none."""
+    """Return the budget of a policy or of a preset with this name; None if it has none."""
     choice = policy(choice) if isinstance(choice, str) else choice
     return choice.budget if isinstance(choice, Auto) else None
 

@@ -25,8 +25,8 @@ from kvjax.prefixes.pool import CacheGroup
 class PoolConfig:
     """The settings that all sequences of one prefix cache have in common.
 
-    ``model_config`` and ``mesh`` are those of the model. ``policies`` has one policy per layer,
-    with the number of pages of its pool. The other fields are arguments of ``PrefixTree``.
+    ``model_config`` and ``mesh`` are the model's. ``policies`` has one policy per layer, with the
+    number of pages of its pool. The other fields are arguments of ``PrefixTree``.
 
     Raises:
       ValueError: if a layer keeps whole sequences outside of pages, or rows are split over devices.

@@ -108,7 +108,7 @@ class Node:
         return next(groups, None)
 
     def entries(self, tier: str) -> list[Entry]:
-        """Return those of the node's pages and checkpoint that are in a tier."""
+        """Return the node's pages, and its checkpoint, as far as they are in the tier ``tier``."""
         entries = [page for pages in self.pages for page in pages if page is not None]
         if self.checkpoint is not None:
             entries.append(self.checkpoint)
@@ -181,7 +181,7 @@ class RadixTree:
         return sorted(((n, entry) for n in unlocked for entry in n.entries(tier)), key=order)
 
     def prune(self, node: Node) -> None:
-        """Remove a node if it is empty, and then those of its ancestors that become empty."""
+        """Remove a node if it is empty, and then each ancestor that becomes empty."""
         while node.parent is not None and node.empty and not node.lock_count:
             node.parent.children.pop(node.tokens, None)
             node = node.parent

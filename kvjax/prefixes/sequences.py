@@ -80,7 +80,7 @@ class CachedSequences:
         )
 
     def read_checkpoint(self, path: Sequence[Node]) -> list[np.ndarray] | None:
-        """Read the arrays of the checkpoint at the end of a path; None if there is none."""
+        """Read the arrays of the checkpoint at the end of a path; None without a checkpoint."""
         entry = path[-1].checkpoint if path else None
         return None if entry is None else self.tiers.read(path[-1], entry)
 

@@ -119,7 +119,7 @@ class PrefixTree:
     chunk, and to a position where the tree has everything that the next token needs: pages, and for
     some policies a checkpoint of the raw tail or the window.
 
-    With ``exact_prefix``, the logits of a request are bitwise the same as those of ``generate(lm,
+    With ``exact_prefix``, the logits of a request are bitwise the same as in ``generate(lm,
     prompts, **tree.settings)`` without a tree, on the same device. To achieve this, the tree keeps
     only whole prefill chunks, separately for each number of rows, and all rows of a request start
     from their longest common hit. Without ``exact_prefix``, hits are longer, because each row has
@@ -265,8 +265,8 @@ class PrefixTree:
         folder: str | Path | None = None,
         disk_memory: int | str = "16GiB",
     ) -> "PrefixTree":
-        """Load a tree that ``save`` wrote. Its sequences are on the host at first. The other
-        arguments are those of ``PrefixTree``.
+        """Load a tree that ``save`` wrote. Its sequences are on the host at first. For the other
+        arguments, see ``PrefixTree``.
 
         Raises:
           CheckpointError: if the folder contains no tree, the tree belongs to a different model or

@@ -2,7 +2,8 @@
 
 A pass over a text in chunks gives the same logits as decoding it token by token, because what a
 query sees depends on positions alone. So one pass measures a policy. Every policy reads the same
-windows of the text, and its predictions are compared with those of a full-precision cache.
+windows of the text, and its predictions are compared with the predictions with a full-precision
+cache.
 """
 
 import functools
@@ -47,7 +48,7 @@ class PredictionMetrics:
     Attributes:
       tokens: number of tokens.
       perplexity: the perplexity of the text.
-      perplexity_ratio: ``perplexity`` divided by that of the full-precision cache.
+      perplexity_ratio: ``perplexity`` divided by the perplexity with a full-precision cache.
       mean_kl, median_kl, high_kl: mean, median and 99.9th percentile of the Kullback-Leibler
         divergence from the full-precision predictions, in nats.
       top1: fraction of tokens for which the policy and the full-precision cache have the same most
@@ -147,7 +148,7 @@ def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
 
 
 def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
-    """The number of tokens that the query at position ``at`` sees in encoded form.
+    """Return the number of tokens that the query at position ``at`` sees in encoded form.
 
     ``call`` is the first position of the call. Tokens from there on are seen raw.
     """
@@ -158,7 +159,7 @@ def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
 
 
 def _in_body(policy: CachePolicy, tokens: int) -> int:
-    """The number of a row's tokens that are in the body of a layer."""
+    """Return the number of a row's tokens that are in the body of a layer."""
     if not policy.has_tail:
         return min(tokens, policy.stored_layout.slots)
     split = policy.split
@@ -167,7 +168,7 @@ def _in_body(policy: CachePolicy, tokens: int) -> int:
 
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
-    """The policies that no other beats in both bytes and mean divergence, smallest first."""
+    """Return the policies that no other beats in both bytes and mean divergence, smallest first."""
     at = {
         name: (quality.bytes.body, quality.overall.mean_kl) for name, quality in qualities.items()
     }

@@ -136,7 +136,7 @@ def keep_top_p(logits: Logits, p: Array | float) -> Logits:
 
 
 def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
-    """Keep the tokens whose probability is at least ``min_p`` times that of the most likely token.
+    """Keep the tokens whose probability is at least ``min_p`` times the highest probability.
 
     Source: Nguyen et al., arXiv:2407.01082.
     """

@@ -1,5 +1,4 @@
-"""Sampling parameters: their declarations, their checks, and their conversion to arrays with a
-value per row.
+"""Sampling parameters: declarations, checks, and conversion to arrays with a value per row.
 
 To add a parameter that takes a number:
 
@@ -49,7 +48,7 @@ class Param:
       example: a usual value, for the reference and for tests.
       neutral: the array value with which the parameter has no effect. Its dtype is the array's
         dtype.
-      step: the flag of ``Filters`` that enables the parameter's step; "" if there is none.
+      step: the flag of ``Filters`` that enables the parameter's step, or "".
       draws: whether the parameter is ignored when decoding is greedy.
       encode: a function that converts a user's value to the array value.
     """

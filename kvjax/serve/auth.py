@@ -89,7 +89,7 @@ class ApiKeys:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine. Names other than ``localhost`` are not resolved."""
+    """Return whether a host is this machine. Names other than ``localhost`` are not resolved."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -177,7 +177,7 @@ class Fields:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number. Booleans are not numbers."""
+    """Return whether a JSON value is a finite number. Booleans are not numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     try:

@@ -101,12 +101,12 @@ class Plan:
         return self.tile if self.unit == 1 else self.unit // self.subblocks_per_unit
 
     def tile_rows(self, which: int) -> int:
-        """The number of rows of numbers in a tile of keys (``which`` is 0) or values (1)."""
+        """Return the number of rows of numbers in a tile of keys (``which`` is 0) or values (1)."""
         return self.tile * self.formats[which].rows
 
     def planes(self, which: int) -> int:
-        """The number of planes that are converted in shared memory; 0 if numbers are multiplied
-        directly."""
+        """Return the number of planes that are converted in shared memory; 0 if numbers are
+        multiplied directly."""
         return self.formats[which].planes(self.queries, self.product)
 
     def plane_row(self, which: int, subblock: tuple[int, int]) -> tuple[int, int]:

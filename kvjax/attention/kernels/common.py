@@ -69,9 +69,9 @@ class Core(NamedTuple):
 
 @functools.singledispatch
 def core_of(codec: Codec) -> Core:
-    """Return the core of a codec. By default a wrapper changes only how numbers are encoded, and
-    its core is that of the codec inside. A wrapper that changes how a store is read registers its
-    own rule."""
+    """Return the core of a codec. By default a wrapper changes only how numbers are encoded, and it
+    has the core of the codec inside. A wrapper that changes how a store is read registers its own
+    rule."""
     return Core(codec)
 
 
@@ -110,7 +110,7 @@ class KernelInputs:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, section: Section) -> "KernelInputs":
-        """The inputs for one section of a layer."""
+        """Return the inputs for one section of a layer."""
         queries = core_of(section.codecs[0]).transform(inputs.rows(section))
         return cls(section, inputs.mask, queries, section_subblocks(section))
 

@@ -150,7 +150,7 @@ def _program(
       plan: how the kernel divides the call.
       blocks: number of blocks of query rows.
       splits: number of programs that share a row's tiles.
-      units: number of units of a page, or of a row if there are no pages.
+      units: number of units of a page, or of a row if slots are not in pages.
       columns: maximum number of pages of a row; 0 without pages.
       output_rows: number of output rows that the program writes.
       barriers: whether TMA fetches tiles and barriers signal that they have arrived.

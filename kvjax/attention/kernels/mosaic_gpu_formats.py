@@ -47,7 +47,7 @@ class StoreFormat:
       fraction: fraction bits of an 8-bit float; 0 for other numbers.
       groups: groups of channels with separate scales per token.
       tokens_per_scale: how many tokens share the scale of a channel; 0 if scales belong to tokens.
-      middle: the code of the number 0, if there is no zero point.
+      middle: the code of the number 0, for codes without a zero point.
       arrays: the names of the kernel's input arrays, in order.
     """
 

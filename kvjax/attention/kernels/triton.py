@@ -52,8 +52,8 @@ memory. It is Triton's default."""
 
 @functools.singledispatch
 def decodes_in_kernel(codec: Codec) -> bool:
-    """Whether ``codec.decode`` can run in the kernel, on blocks without the axes of rows and heads.
-    The default is False; codecs that can are registered here."""
+    """Return whether ``codec.decode`` can run in the kernel, on blocks without the axes of rows and
+    heads. The default is False; codecs that can are registered here."""
     return False
 
 
@@ -84,7 +84,7 @@ def refusals(section: Section, rows: Array) -> dict[str, object]:
 
 
 def _has_no_constants(codec: Codec, store: Store) -> bool:
-    """Whether ``decode`` uses no constant arrays, which a kernel can't hold."""
+    """Return whether ``decode`` uses no constant arrays, which a kernel can't hold."""
     return not jax.make_jaxpr(codec.decode)(store).consts
 
 

@@ -1,5 +1,4 @@
-"""The compiled programs of a beam search: first tokens, the loop, a guided step, and row
-selection."""
+"""The compiled programs of a beam search: first tokens, loop, guided step, row selection."""
 
 import functools
 from dataclasses import replace

@@ -179,8 +179,8 @@ def _check_tokenizer(lm: LanguageModel, draft: LanguageModel) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _same_vocabulary(target: object, draft: object) -> bool:
-    """Whether two tokenizers have the same vocabulary, as far as it is known. The result is cached,
-    because vocabularies are large."""
+    """Return whether two tokenizers have the same vocabulary, as far as it is known. The result is
+    cached, because vocabularies are large."""
 
     def vocabulary(tokenizer: object) -> object:
         get_vocab = getattr(getattr(tokenizer, "backend", tokenizer), "get_vocab", None)
