@@ -30,8 +30,8 @@ _current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
 
 
 class RunningCall:
-    """A call that is running. Each attention layer replaces ``step``, and the next layer uses the
-    new one."""
+    """A call that is running. Each attention layer replaces ``step`` by the step that it returns,
+    and the next layer uses this one."""
 
     def __init__(self, step: Step) -> None:
         self.step, self._ended = step, False
@@ -146,7 +146,7 @@ def check_layer_number(layer: object) -> int:
 class CachedAttention:
     """An ``attention_fn`` that uses the cache of the running call.
 
-    Two of them are equal if they were created with the same arguments, so programs of equal models
+    Two objects are equal if they were created with the same arguments, so programs of equal models
     are compiled once.
     """
 

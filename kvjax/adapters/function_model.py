@@ -297,7 +297,7 @@ class FunctionModel:
 
 
 def _last_logits(logits: Array, lengths: Counts | None) -> Array:
-    """Return the logits of each row's last real token: [batch, 1, vocab]."""
+    """Return the logits of each row's last real token, [batch, 1, vocab]."""
     if lengths is None:
         return logits[:, -1:]
     at = jnp.clip(jnp.asarray(lengths, jnp.int32) - 1, 0, logits.shape[1] - 1)

@@ -131,8 +131,8 @@ class KvjaxRollout(base_rollout.BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array, **kwargs: object
     ) -> jax.Array:
-        """Compute log-probabilities of completions in one pass without a cache: float32[batch,
-        new].
+        """Compute log-probabilities of completions, float32[batch, new], in one pass without a
+        cache.
 
         ``prompt_tokens`` is [batch, prompt], left-padded. ``completion_tokens`` is [batch, new].
         """

@@ -77,8 +77,8 @@ class Mask:
         return seen
 
     def reaches(self, low: Array, high: Array, section: Section) -> Array:
-        """Return bool[]: whether any query may see a key of a section between positions ``low`` and
-        ``high``."""
+        """Return whether (bool[]) any query may see a key of ``section`` at a position from ``low``
+        to ``high``."""
         reached = (low <= high) & (low <= jnp.max(self.queries))
         if self.chunk is not None:
             reached &= high >= jnp.min(self.queries) // self.chunk * self.chunk

@@ -161,7 +161,7 @@ class AttentionInputs:
 
     @property
     def length(self) -> PerRow:
-        """int32[batch], the number of tokens in each row."""
+        """The number of tokens in each row, int32[batch]."""
         return self.view.length
 
     def take_rows(self, rows: PerRow) -> "AttentionInputs":
@@ -179,8 +179,8 @@ class AttentionInputs:
         return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
 
     def visible_length(self) -> PerRow:
-        """Return int32[batch], for each row the first position from which on no query sees a
-        token."""
+        """Return for each row the first position from which on no query sees a token,
+        int32[batch]."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
     def finish(self, *partials: Partial) -> AttentionOutput:

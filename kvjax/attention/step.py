@@ -39,7 +39,7 @@ class Step:
 
     @property
     def positions(self) -> Positions:
-        """The positions of the new tokens: int32[batch, new], or [1, new] without a cache."""
+        """The positions of the new tokens, int32[batch, new], or int32[1, new] without a cache."""
         if self.cache is None:
             return jnp.arange(self.new, dtype=jnp.int32)[None]
         return positions_from(self.cache.length, self.new)

@@ -243,13 +243,13 @@ def check_lengths(cache: KVCache, lengths: Counts | None) -> KVCache:
 
 
 def _fitting_tokens(cache: KVCache, requested: PerRow) -> PerRow:
-    """Return int32[batch]: the number of requested tokens of each row, or 0 if they do not all
+    """Return the number of requested tokens of each row, int32[batch], or 0 if they do not all
     fit."""
     return jnp.where(cache.length + requested <= cache.max_len, requested, 0)
 
 
 def _real_tokens(cache: KVCache, new: int, lengths: Counts | None) -> PerRow:
-    """Return int32[batch]: the number of real tokens of each row in a call of ``new`` tokens."""
+    """Return the number of real tokens of each row in a call of ``new`` tokens, int32[batch]."""
     if lengths is None:
         return jnp.full_like(cache.length, new)
     if jnp.shape(lengths) != (cache.batch,):

@@ -224,7 +224,7 @@ def _written_columns(group: PageGroup, length: PerRow, count: PerRow, new: int) 
 
 
 def _marks(cache: KVCache, group: PageGroup) -> PerRow:
-    """Return int32[batch]: the minimum of ``written`` over the layers of a group."""
+    """Return the minimum of ``written`` over the layers of a group, int32[batch]."""
     groups = enumerate(layer.policy.page_group for layer in cache.layers)
     entries = np.array([n for n, own in groups if own == group], np.int32)
     return jnp.min(cache.written[:, entries], axis=1)

@@ -128,8 +128,9 @@ class Section:
         return jnp.where(is_included, self.position_of(slots, *self.cursors), -1)
 
     def scores(self, queries: Array, keys: Store, positions: Array, *, long: bool = False) -> Array:
-        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
-        kv_heads, rows, tokens]. ``long`` means that the keys are a whole section, on a CPU."""
+        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys. Returns
+        float32[batch, kv_heads, rows, tokens]. ``long`` says whether the keys are a whole section,
+        on a CPU."""
         codec = self.codecs[0]
         if long:
             return long_scores(queries, codec.decode(keys))
@@ -141,9 +142,9 @@ class Section:
     def weighted_values(
         self, weights: Array, values: Store, positions: Array | None, dtype: str
     ) -> Array:
-        """Sum stored values with weights [batch, kv_heads, rows, tokens]: float32[batch, kv_heads,
-        rows, head_dim]. Slots whose entry in ``positions`` is -1 are left out. ``positions`` is
-        None for a whole section on a CPU."""
+        """Sum stored values with weights [batch, kv_heads, rows, tokens]. Returns float32[batch,
+        kv_heads, rows, head_dim]. Slots whose entry in ``positions`` is -1 are left out.
+        ``positions`` is None for a whole section on a CPU."""
         codec = self.codecs[1]
         if positions is None:
             return long_weighted_values(weights, codec.decode(values))

@@ -215,8 +215,8 @@ def _tail_after(ring: Ring, tail: Tail, fresh: Tail, length: PerRow, count: PerR
 
 
 def positions_from(length: PerRow, new: int) -> Positions:
-    """Return int32[batch, new]: the positions of a call's ``new`` tokens, in rows with ``length``
-    tokens."""
+    """Return the positions of a call's ``new`` tokens in rows with ``length`` tokens, int32[batch,
+    new]."""
     return length[:, None] + arange_row(new)
 
 

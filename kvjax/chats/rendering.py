@@ -155,8 +155,8 @@ class TokenizedText:
         return TokenizedText(self.text, self.ids, cuts)
 
     def tokenize(self, text: str, encode: Encode) -> list[int]:
-        """Tokenize ``text``. Up to the last common cut the known tokens are used, and only the rest
-        is encoded."""
+        """Tokenize ``text``. The known tokens are used up to the last of the ``cuts`` before which
+        both texts are the same. Only the text after this cut is encoded."""
         cuts = self.with_common_cuts(text).cuts
         if not cuts:
             return encode(text, True)

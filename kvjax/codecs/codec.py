@@ -105,13 +105,13 @@ class Codec(Protocol):
         return tree_bytes(jax.eval_shape(lambda: self.empty(shape)))
 
     def scores(self, queries: Array, store: Store) -> Array:
-        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys: float32[batch,
-        kv_heads, rows, tokens]. A codec may do this without decoding the keys."""
+        """Multiply queries [batch, kv_heads, rows, head_dim] and stored keys. Returns
+        float32[batch, kv_heads, rows, tokens]. A codec may do this without decoding the keys."""
         return plain_scores(queries, self.decode(store))
 
     def weighted_values(self, weights: Array, store: Store) -> Array:
-        """Multiply weights [batch, kv_heads, rows, tokens] and stored values: float32[batch,
-        kv_heads, rows, head_dim]."""
+        """Multiply weights [batch, kv_heads, rows, tokens] and stored values. Returns
+        float32[batch, kv_heads, rows, head_dim]."""
         return plain_weighted_values(weights, self.decode(store))
 
 
@@ -129,9 +129,9 @@ def product(subscripts: str, a: Array, b: Array) -> Array:
 def plain_scores(queries: Array, keys: Array) -> Array:
     """Multiply queries and decoded keys, as ``Codec.scores`` does for stored keys.
 
-    With few queries, a CPU multiplies float32 keys many times faster as the left operand. With very
-    few queries and a batch of one, it is faster to multiply the keys with one query at a time. The
-    optimization barriers keep XLA from swapping the operands back.
+    With few queries, a CPU computes the product many times faster if float32 keys are the left
+    operand. With very few queries and a batch of one, it is faster to multiply the keys with one
+    query at a time. The optimization barriers keep XLA from swapping the operands back.
 
     Example:
       ```python

@@ -36,7 +36,7 @@ def expand_over_rows(slots: Any, cursor: Any) -> Any:
 
 
 def flag_where(rows: Array, bit: int) -> Array:
-    """Return int32: ``bit`` where the mask ``rows`` is True, otherwise 0.
+    """Return ``bit`` where the mask ``rows`` is True, and 0 elsewhere, as int32.
 
     ``jnp.where`` of two Python numbers would be int64 if 64-bit types are enabled.
     """

@@ -95,7 +95,8 @@ class BeamSearchState:
             self._state = fetch(_initial_state(np.ones(1, bool), since, self._beams, None))
 
     def token_mask(self, beam: int, words: int) -> np.ndarray:
-        """Return uint32[words]: a bit for each token, set if the guide allows it after a beam."""
+        """Return the token mask after a beam, uint32[words]. The bit of a token is set if the guide
+        allows it."""
         self._mask_words = words
         if self._guides is None:
             guides: Any = [self._request.guide] * self.width

@@ -28,8 +28,8 @@ _Args = TypeVarTuple("_Args")
 
 @dataclass
 class Times:
-    """The times at which a request reached its stages, from ``time.monotonic``. None means not
-    yet."""
+    """The times at which a request reached its stages, from ``time.monotonic``. A time is None
+    until the stage is reached."""
 
     submitted: float = field(default_factory=time.monotonic)
     admitted: float | None = None
@@ -270,8 +270,9 @@ class Handle:
             self._call_user(self._callback, self)
 
     def token_mask(self, words: int, beam: int = 0) -> np.ndarray | None:
-        """Return uint32[words]: a bit for each token, set if the guide allows it next. In a beam
-        search, this is after the beam ``beam``. Returns None without a guide."""
+        """Return the mask of the next token, uint32[words]. The bit of a token is set if the guide
+        allows it. In a beam search, it is the mask after the beam ``beam``. Returns None without a
+        guide."""
         guide = self.request.guide
         if guide is None or self.error is not None:
             return None

@@ -56,7 +56,7 @@ class Scored:
 
     @property
     def totals(self) -> Array:
-        """float32[rows], the log-probability of each continuation."""
+        """The log-probability of each continuation, float32[rows]."""
         return jnp.sum(self.logprobs, axis=1)
 
 

@@ -175,7 +175,7 @@ class Paged(Layout):
         return xp(pages).where(pages < self.sink_pages, pages, reused)
 
     def pages_in(self, written: PerRow) -> jax.Array:
-        """Return int[batch, columns]: the page of the row that is, or was last, in each column. For
+        """Return the page of the row that is, or was last, in each column, int[batch, columns]. For
         an unused column, it is the first page that will be in it."""
         columns = arange_row(self.columns)
         if self.straight:

@@ -163,7 +163,7 @@ def _common_policy(entry: int, layers: Sequence[LayerCache]) -> CachePolicy:
     """Return a policy that keeps all tokens that queries of these layers see.
 
     It is the first layer's policy with the largest capacity. If some layers keep no more than the
-    window that queries see in all layers, it has their layout.
+    window that queries see in all layers, it has the layout of these layers.
 
     Raises:
       ValueError: if no such policy exists.

@@ -61,7 +61,7 @@ def fingerprint(model: ModelWithParams | str | None) -> str | None:
 
 @jax.jit
 def _checksums(x: Array) -> Array:
-    """Return uint32[2]: the sum of an array's bit patterns, and their sum weighted by position.
+    """Return the sum of an array's bit patterns, and their sum weighted by position, as uint32[2].
 
     Both are modulo 2**32. The weights are odd.
     """

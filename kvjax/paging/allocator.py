@@ -117,8 +117,9 @@ class PageAllocator:
         return jnp.where(self.table >= 0, self.table + first, -1)
 
     def _can_take(self, needed: PerRow, spare: PerRow | int = 0) -> RowMask:
-        """Return bool[rows]: the rows that can take ``needed`` (int32[rows]) pages each, if earlier
-        rows take theirs first. ``spare`` is the number of pages that each row frees before."""
+        """Return which rows (bool[rows]) can take their number of pages in ``needed``
+        (int32[rows]), if earlier rows take their pages first. ``spare`` is the number of pages that
+        each row frees before."""
         more = jnp.maximum(needed - spare, 0)
         return (more == 0) | (jnp.cumsum(more, dtype=jnp.int32) <= self.left[0])
 
@@ -165,8 +166,8 @@ class PageAllocator:
         """Take a page for each empty column among a row's first ``pages`` columns.
 
         Returns:
-          The new allocator, and bool[]: True if the row now has a page in all these columns. If
-          False, the row took no page.
+          The new allocator, and whether (bool[]) the row now has a page in all these columns. If
+          not, the row took no page.
         """
         columns = jnp.broadcast_to(
             jnp.arange(self.table.shape[1], dtype=jnp.int32), self.table.shape
@@ -212,9 +213,9 @@ class PageAllocator:
 
         Args:
           rows: int32[n], the old row that each new row continues.
-          written: arrays int32[n], each with one column per new row. The row will write to its page
-            in this column if it has one, usually its last page, if that is not full. Entries of -1
-            are skipped.
+          written: arrays int32[n], each with a column of each new row, to whose page the row will
+            write if it has one. Usually this is its last page, if it is not full. -1 means no
+            column.
 
         Returns:
           The allocator of the new rows, the copies to make, and bool[n], the rows that got all
@@ -232,8 +233,8 @@ class PageAllocator:
         return after.free(~had), Copies(source, target), had
 
     def writable(self, column: Array) -> RowMask:
-        """Return bool[rows]: the rows that can have a page that is not shared in ``column``
-        (int32[rows]; -1 for no column)."""
+        """Return for which rows (bool[rows]) the page in ``column`` is not shared, or can be copied
+        to a free page. ``column`` (int32[rows]) has a column of each row, or -1."""
         return self._can_take(self._shared(column)[1].astype(jnp.int32))
 
     def unshare(self, column: Array) -> tuple["PageAllocator", Copies]:

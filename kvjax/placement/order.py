@@ -337,7 +337,7 @@ def fold_of(head_dim: int) -> int:
 
 
 def slot_alignment(platform: str) -> int:
-    """Return the number of which the slots of a layer must be a multiple.
+    """Return the alignment of slots. The number of slots of a layer must be a multiple of it.
 
     A TPU compiler transposes an array whose rows do not fill whole tiles, and copies it wherever
     the other order is needed. GPU kernels fetch whole tiles into shared memory.
@@ -346,8 +346,8 @@ def slot_alignment(platform: str) -> int:
 
 
 def block_alignment(platform: str, slots: int, block: int) -> int:
-    """Return the number of which the blocks of a layer must be a multiple. On TPUs, the scales of
-    several blocks then fill whole tiles. The codes of a block always do."""
+    """Return the alignment of blocks. The number of blocks of a layer must be a multiple of it. On
+    TPUs, the scales of several blocks then fill whole tiles. The codes of a block always do."""
     if platform != "tpu":
         return 1
     return SUBLANES if slots >= SUBLANES * SUBLANES * block else SUBLANES // 2

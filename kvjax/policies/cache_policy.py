@@ -157,7 +157,7 @@ class CachePolicy:
         return self.block if own is None else min(self.block, own)
 
     def rewindable(self, length: Array, written: Array) -> Array:
-        """Return int32[batch]: the number of newest tokens that each row can remove; see
+        """Return the number of newest tokens that each row can remove, int32[batch]; see
         ``Layout.rewindable``."""
         return (self.split if self.has_tail else self.layout).rewindable(length, written)
 

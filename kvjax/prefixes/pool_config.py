@@ -77,7 +77,8 @@ class PoolConfig:
 
     @functools.cached_property
     def hit_multiple(self) -> int:
-        """The number of tokens of which the length of every hit is a multiple."""
+        """The granularity of hits. The length of every hit is a multiple of this number of
+        tokens."""
         if not self.exact_prefix:
             return self.node_tokens
         return math.lcm(self.node_tokens, self.prefill_chunk)

@@ -167,9 +167,10 @@ class RadixTree:
     def eviction_order(self, tier: str) -> list[tuple[Node, Entry]]:
         """Return the entries of a tier that no request locks, in the order of eviction.
 
-        The least recently used ones come first. Within a sequence, the checkpoints that have a
-        single node after them come first, from the start on, and then all other entries, from the
-        end back.
+        The least recently used entries come first. Entries of a sequence that were last used at the
+        same time have this order: first the checkpoints of nodes with a single child, from the
+        beginning to the end of the sequence, and then all other entries, from the end to the
+        beginning.
         """
 
         def order(item: tuple[Node, Entry]) -> tuple[int, bool, int]:

@@ -42,9 +42,9 @@ def retry_lost_entries(call: Callable[[], _Result]) -> _Result:
 class Tiers:
     """Moves the entries of a radix tree between device, host and disk, within limits of bytes.
 
-    ``limits`` has the allowed bytes of ``"host"`` and ``"disk"``, and ``bytes`` the bytes in use.
-    ``dropped`` is the number of evicted entries. In ``folder`` a temporary folder of files is
-    created; None means no disk tier.
+    ``limits`` has the allowed bytes of ``"host"`` and ``"disk"``, and ``bytes`` has the bytes in
+    use. ``dropped`` is the number of evicted entries. Files are stored in a temporary folder that
+    is created in ``folder``. None means no disk tier.
     """
 
     def __init__(

@@ -168,7 +168,8 @@ def _in_body(policy: CachePolicy, tokens: int) -> int:
 
 
 def pareto_front(qualities: Mapping[str, Quality]) -> list[str]:
-    """Return the policies that no other beats in both bytes and mean divergence, smallest first."""
+    """Return the names of the policies on the Pareto front of bytes and mean divergence, smallest
+    first."""
     at = {
         name: (quality.bytes.body, quality.overall.mean_kl) for name, quality in qualities.items()
     }
@@ -207,7 +208,7 @@ def evaluate(
     chunk: int = CHUNK,
     time_steps: int = 0,
 ) -> dict[str, Quality]:
-    """Compare cache policies on a text; return the metrics of each policy by name.
+    """Compare cache policies on a text. Returns the metrics of each policy by name.
 
     The text is cut into windows of ``context`` tokens, each with a new cache. An incomplete window
     at the end is dropped, unless it is the only one. The first token of a window is not predicted.

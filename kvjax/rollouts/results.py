@@ -52,14 +52,15 @@ class Rollout:
     @property
     @allow_host_to_device
     def mask(self) -> Array:
-        """bool[rows, prompt + new], True at the positions of new tokens in ``tokens``."""
+        """A mask, bool[rows, prompt + new], that is True at the positions of new tokens in
+        ``tokens``."""
         index = arange_row(self.tokens.shape[1]) - self.prompt_lengths[:, None]
         return (index >= 0) & (index < self.lengths[:, None])
 
     @property
     @allow_host_to_device
     def new_tokens(self) -> Array:
-        """int32[rows, new], the new tokens of each row, and 0 after the row's last one."""
+        """The new tokens of each row, int32[rows, new], and 0 after the row's last token."""
         new = self.logprobs.shape[1]
         at = self.prompt_lengths[:, None] + arange_row(new)
         tokens = jnp.take_along_axis(self.tokens, at, axis=1)

@@ -26,7 +26,7 @@ _RESERVED_TEMPLATE_ARGUMENTS = {
 
 
 class ChatSchema:
-    """See ``EndpointSchema``."""
+    """The schema of ``/v1/chat/completions``; see ``EndpointSchema``."""
 
     prompt_field = "messages"
     id_prefix, response_type, chunk_type = "chatcmpl-", "chat.completion", "chat.completion.chunk"

@@ -12,7 +12,7 @@ DEFAULT_MAX_TOKENS = 16
 
 
 class CompletionsSchema:
-    """See ``EndpointSchema``."""
+    """The schema of ``/v1/completions``; see ``EndpointSchema``."""
 
     prompt_field = "prompt"
     id_prefix, response_type, chunk_type = "cmpl-", "text_completion", "text_completion"

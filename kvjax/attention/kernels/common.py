@@ -38,7 +38,8 @@ def refuse(path: str, reasons: dict[str, object]) -> None:
 
 
 def compiled(run: Callable[..., _T], *arrays: Array) -> _T:
-    """Call ``run(*arrays, interpret=...)``: interpreted on CPUs, compiled on other platforms."""
+    """Call ``run(*arrays, interpret=...)``. The kernel is interpreted on CPUs, and compiled on
+    other platforms."""
     on_cpu, on_device = (functools.partial(run, interpret=x) for x in (INTERPRETED, False))
     return lax.platform_dependent(*arrays, cpu=on_cpu, default=on_device)
 
@@ -172,7 +173,7 @@ class KernelInputs:
         return stacked, jnp.maximum(jnp.max(tiles - first), 1)
 
     def _first_tile(self, tile: int) -> Array:
-        """Return int32[]: the index of the first tile that any query may see."""
+        """Return the index (int32[]) of the first tile that any query may see."""
         section, mask, unit = self.section, self.mask, self.section.unit
         if mask.window is None and mask.chunk is None:
             return jnp.int32(section.first * unit // tile)

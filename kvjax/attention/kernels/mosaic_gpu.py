@@ -179,9 +179,10 @@ def _program(
     tile_tokens = plan.tile * plan.unit
 
     def locate(tile: Array) -> tuple[Array, Array, Array]:
-        """Return the first unit of a tile in its row, the row or page that contains it, and the
-        first unit in there. If the last tile would extend past the end, it begins earlier. Slots
-        that it shares with the previous tile are not counted again."""
+        """Return three indices for a tile: of its first unit in the row, of the row or page of the
+        store that contains it, and of its first unit in this row or page. If the last tile would
+        extend past the end, it begins earlier. Slots that it shares with the previous tile are not
+        counted again."""
         start = jnp.minimum(tile * plan.tile, count - plan.tile)
         if table_ref is None:
             return start, row, start
@@ -237,7 +238,7 @@ def _program(
     def sum_queries(
         channels: pl.Slice | slice, factor: Callable[[Layout], Array] | None = None
     ) -> Array:
-        """Sum queries, or their products with a factor, over channels: float32[rows]."""
+        """Sum queries, or their products with a factor, over channels. Returns float32[rows]."""
         x = queries_ref.at[row, head, :, channels]
         x = plgpu.load(x, layout=own_rows, optimized=False).astype(jnp.float32)
         if factor is not None:
@@ -251,7 +252,7 @@ def _program(
     ]
 
     def key_products(subblock: tuple[int, int], place: Array, unit: Array, stage: Array) -> Array:
-        """Multiply queries and a subblock of keys: float32[rows, tokens]."""
+        """Multiply queries and a subblock of keys. Returns float32[rows, tokens]."""
         lhs, offset = query_terms, None
         scales = functools.partial(keys.channel_scales, place, unit, subblock, all_channels)
         if keys.format.tokens_per_scale:

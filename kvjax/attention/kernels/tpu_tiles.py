@@ -49,8 +49,8 @@ def can_tile(codec: Codec, block: int, subblocks: int, head_dim: int) -> bool:
 
 @functools.singledispatch
 def tiles_of(codec: Codec, store: Store, orders: Orders, index: int, subblocks: int) -> list[Tile]:
-    """Return the tokens of one subblock of each block of a store, as tiles whose sum is the
-    numbers.
+    """Return the tokens of one subblock of each block of a store, as one or several tiles. The
+    decoded numbers are the sum of the tiles.
 
     Args:
       codec: a codec that ``can_tile`` accepts.
@@ -150,8 +150,9 @@ def _scaled_tile(
 
 
 def _repeat_rows(rows: Array, tokens: int, lanes: int) -> Array:
-    """Repeat rows [kv_heads, blocks, head_dim], one per block, for each of ``tokens`` tokens, and
-    side by side until ``lanes`` lanes are filled. Returns [kv_heads, tokens, lanes]."""
+    """Repeat rows [kv_heads, blocks, head_dim], which have one row per block. Each is repeated for
+    all tokens of its block, and side by side until it fills ``lanes`` lanes. Returns [kv_heads,
+    tokens, lanes]."""
     heads, blocks, width = rows.shape
     if width < lanes:
         rows = jnp.concatenate([rows] * (lanes // width), axis=-1)

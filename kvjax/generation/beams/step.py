@@ -364,8 +364,9 @@ class _Candidates(NamedTuple):
 
 
 def _candidates(logprobs: Array, score: Array, eos: Array) -> tuple[_Candidates, _Candidates]:
-    """Return the continuations of a group's beams by one token. The first result has the best ones
-    that do not end, best first, as many as the group has beams. The second has all that end."""
+    """Return the continuations of a group's beams by one token. The first result has continuations
+    without an end token: the best ones, one per beam of the group, best first. The second result
+    has all continuations with an end token."""
     size, vocab = logprobs.shape
     total = logprobs + score[:, None]
     best, token = lax.top_k(total.at[:, eos].set(-jnp.inf, mode="drop"), min(size, vocab))

@@ -159,7 +159,7 @@ class Acceptance:
         )
 
     def without_draft(self, passes: int = 1) -> "Acceptance":
-        """Return the statistics after ``passes`` passes over one token per row."""
+        """Return the statistics after ``passes`` passes without a draft, over one token per row."""
         cooldown = xp(self.cooldown).maximum(self.cooldown - passes, 0)
         return replace(self, cooldown=cooldown, passes=self.passes + passes)
 
