@@ -32,14 +32,14 @@ class Family:
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
     activation: tuple[str, str] = ("hidden_act", "silu")
-    """The field's name and default."""
+    """The name and the default of the field with the activation function."""
     tie_word_embeddings: bool = False
     score_cap: float | None = None
     """The default soft cap; None if the family has none."""
     final_cap: float | None = None
     two_ropes: bool = False
     norm: tuple[str, float] = ("rms_norm_eps", 1e-6)
-    """The name and the default of the norms' epsilon."""
+    """The name and the default of the field with the norms' epsilon."""
     rope: RopeForm = field(default_factory=RopeForm)
     settings: Mapping[str, object] = field(default_factory=dict)
     """Configuration fields that have the same value in every model of the family."""
@@ -77,9 +77,9 @@ def read_shared(config: Fields, family: Family) -> tuple[dict[str, Any], dict[st
 
 
 def read_rope_layers(config: Fields, layers: int) -> tuple[bool, ...]:
-    """Read whether each layer has rotary positions. Despite its name, an entry of 1 in
-    ``no_rope_layers`` means that the layer has them. Without this field, all layers have them,
-    except every ``no_rope_layer_interval``-th."""
+    """Read whether each layer has rotary positions. Despite the name of the field, an entry of 1 in
+    ``no_rope_layers`` means that the layer has rotary positions. Without this field, all layers
+    have rotary positions, except every ``no_rope_layer_interval``-th."""
     every = config.integer("no_rope_layer_interval", 4)
     rotated = config.raw("no_rope_layers") or [int((n + 1) % every != 0) for n in range(layers)]
     wrong = not isinstance(rotated, list) or len(rotated) < layers

@@ -271,8 +271,8 @@ def _full_attention_heads(
     """Read the number of key-value heads and the head dimension of full-attention layers.
 
     Transformers writes them as ``per_layer_config``, which takes precedence. Published files have
-    ``global_head_dim`` and ``num_global_key_value_heads`` instead; the latter is used only if
-    ``attention_k_eq_v`` is true.
+    ``global_head_dim`` and ``num_global_key_value_heads`` instead. ``num_global_key_value_heads``
+    is used only if ``attention_k_eq_v`` is true.
     """
     heads = shared["num_attention_heads"]
     own = config.inner("per_layer_config") or Fields(config.file, {})

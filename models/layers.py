@@ -202,7 +202,7 @@ a rule are replicated."""
 def param_shardings(
     shapes: PyTree, rules: Rules, mesh: Mesh | AbstractMesh, *, heads: int, kv_heads: int
 ) -> PyTree:
-    """Return the sharding of each parameter, in the same nested dicts.
+    """Return the sharding of each parameter, in nested dicts like ``shapes``.
 
     Args:
       shapes: nested dicts of objects with a ``shape``.

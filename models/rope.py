@@ -217,7 +217,8 @@ class RopeForm:
 
 
 FULL, LOCAL = RopeForm(theta=1e6), RopeForm("rope_local_base_freq")
-"""The forms of Gemma 3's full and sliding layers."""
+"""The rotary positions of Gemma 3's layers with full attention, and of its layers with a sliding
+window."""
 
 
 def read_rope(

@@ -101,7 +101,7 @@ def as_function(model: eqx.Module) -> tuple["ModelFunction", PyTree]:
 
 @dataclass(frozen=True)
 class ModelFunction:
-    """A model without its arrays. Two are equal if their models have the same structure."""
+    """A model without its arrays. Two objects are equal if their models have the same structure."""
 
     leaves: tuple[object, ...]
     structure: Any

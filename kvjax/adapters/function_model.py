@@ -174,9 +174,9 @@ class FunctionModel:
     """A model whose computation is the user's function. It has the methods of
     ``kvjax.models.Architecture``.
 
-    Two are equal if they have the same function and parameters of the same shapes, because these
-    determine the traced programs. ``config`` and ``specs`` are not compared: they only determine
-    caches and shardings, which are arguments of the programs.
+    Two objects are equal if they have the same function and parameters of the same shapes, because
+    these determine the traced programs. ``config`` and ``specs`` are not compared: they only
+    determine caches and shardings, which are arguments of the programs.
     """
 
     function: ApplyFunction

@@ -68,7 +68,7 @@ def as_function(module: nn.Module) -> "ModuleFunction":
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module as a function. Two are equal if their modules are equal."""
+    """A module as a function. Two objects are equal if their modules are equal."""
 
     module: nn.Module
 

@@ -86,7 +86,8 @@ def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
 
 @dataclass(frozen=True)
 class ModuleFunction:
-    """A module without its state. Two are equal if their modules have the same structure."""
+    """A module without its state. Two objects are equal if their modules have the same
+    structure."""
 
     graph: nnx.GraphDef
 

@@ -39,7 +39,8 @@ FEW_ROWS = 16
 """With fewer query rows than this, reading a partly filled coarse block is cheaper than reading
 fine blocks."""
 MIN_FILLED_PART = 4
-"""That coarse block is read if more than one ``MIN_FILLED_PART``-th of it is filled."""
+"""With fewer query rows than ``FEW_ROWS``, a coarse block is read if more than one
+``MIN_FILLED_PART``-th of it is filled."""
 MIN_FILLED = 5 / 8
 """The fraction of a section that queries must see for the section to be multiplied in one piece."""
 EVEN_BLOCK = 256
@@ -262,8 +263,8 @@ TILE = 128
 CHUNK = 2048
 """The maximum number of tokens of a prefix that are sliced, decoded or fetched together."""
 MAX_QUERIES = 32
-"""The maximum number of queries per row. Longer calls would need large score matrices, of the
-number of queries times the capacity."""
+"""The maximum number of queries per row. Longer calls would need large score matrices, whose size
+is the number of queries times the capacity."""
 
 
 def bucketed(inputs: AttentionInputs) -> AttentionOutput:

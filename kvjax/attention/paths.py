@@ -259,7 +259,7 @@ DIFFERENTIABLE = blockwise, reference, bucketed
 """Paths with derivatives. The other paths have the derivative of ``blocks``."""
 
 BRANCHES, KERNELS = "cheap branches", "kernels"
-"""What a target supports."""
+"""Features that a target may have: conditionals that cost little, and kernels."""
 
 TABLE = (
     # a feature of the target, whether a tail is needed, the maximum queries per row; None is any

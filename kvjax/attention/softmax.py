@@ -51,7 +51,7 @@ class Partial(NamedTuple):
 
         Args:
           scores: float32[batch, kv_heads, rows, keys].
-          seen: bool, of the same shape: which keys count.
+          seen: a mask of the same shape, of the keys that count.
           weigh: a function that returns the weighted sum of the values for weights of the same
             shape.
           before: the softmax over other keys. Merging it here is cheaper than calling ``merge``.

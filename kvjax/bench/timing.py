@@ -214,7 +214,8 @@ class PolicyTimer:
             self._tokens, self._counts = self._full.put((prompt[:, 0], counts))
 
     def run(self, *, counted: bool, prefill: bool) -> None:
-        """Time every run once. The first round compiles and fills the caches; it is not counted.
+        """Time every run once. The first round, which compiles and fills the caches, is not
+        counted.
 
         Raises:
           NonFiniteError: if the model returns logits that are not finite.

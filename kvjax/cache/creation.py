@@ -74,9 +74,9 @@ def init_cache(
         and slack together.
       mesh: the mesh to shard the cache over, see ``make_mesh``. By default the cache is on one
         device.
-      stacked: store equal layers in one array, [layers, batch, kv_heads, max_len, head_dim], for
-        models that run their layers in a ``lax.scan``; see ``stack``. The default is the config's
-        ``stacked``, or False if it has none.
+      stacked: whether to store equal layers in one array, [layers, batch, kv_heads, max_len,
+        head_dim], for models that run their layers in a ``lax.scan``; see ``stack``. The default is
+        the config's ``stacked``, or False if it has none.
       rotary_len: the sequence length for rotary frequencies that depend on it (longrope, dynamic
         NTK). The default is the longest that fits in the cache. If longer sequences have different
         frequencies, a row has at most ``rotary_len`` tokens, because cached keys keep the rotation

@@ -150,8 +150,8 @@ class LayerCache:
         return self.map_arrays(lambda *arrays: jnp.concatenate(arrays), *others)
 
     def map_arrays(self, change: Callable[..., Array], *others: "LayerCache") -> "LayerCache":
-        """Apply ``change`` on the device to every array. It also receives the same array of each
-        layer in ``others``."""
+        """Apply ``change`` on the device to every array. ``change`` also receives the same array of
+        each layer in ``others``."""
         near = jax.tree.map(change, self.near(), *(other.near() for other in others))
         placement = self.policy.placement
         if placement.mesh_sharding is not None:

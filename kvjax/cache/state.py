@@ -153,7 +153,7 @@ class KVCache:
 
         Args:
           number: the index of a layer of the model, which may be traced if all layers are in one
-            stack. Or a pair: the index of a stack, and the index of a layer in it, which may be
+            stack, or a pair of the index of a stack and the index of a layer in it, which may be
             traced.
 
         Returns:

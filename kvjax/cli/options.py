@@ -370,7 +370,7 @@ def _at_most_one(options: dict[str, object]) -> None:
 def as_command(command: Callable[..., None]) -> Callable[..., None]:
     """Make a function for typer that has the options of a command's groups as parameters.
 
-    It also expands ``~`` in paths, because shells don't expand it in ``--out=~/results``.
+    The function also expands ``~`` in paths, because shells don't expand it in ``--out=~/results``.
     """
     groups: dict[str, Any] = {}
     parameters: list[inspect.Parameter] = []

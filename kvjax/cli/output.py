@@ -159,8 +159,8 @@ def show_progress(
 ) -> Iterator[Callable[[str], None]]:
     """Show the progress of the work in this context on standard error.
 
-    On a terminal, a progress bar appears after ``after`` seconds. It also says when a program is
-    compiled. If standard error is not a terminal, a line is printed at intervals if ``lines``.
+    On a terminal, a progress bar appears after ``after`` seconds. The bar also says when a program
+    is compiled. If standard error is not a terminal, a line is printed at intervals if ``lines``.
     Yields a function that prints a line on standard error. Within this context, nothing else may
     write to the terminal.
     """

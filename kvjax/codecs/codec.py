@@ -158,8 +158,8 @@ def plain_weighted_values(weights: Array, values: Array, present: Array | None =
     Args:
       weights: [batch, kv_heads, rows, tokens].
       values: [batch, kv_heads, tokens, head_dim], with or without an axis of blocks.
-      present: bool, broadcastable to ``values``: which values belong to tokens. The others may be
-        NaN, and their weights must be exactly 0. None means all.
+      present: a mask, broadcastable to ``values``, of the values that belong to tokens. The others
+        may be NaN, and their weights must be exactly 0. None means all.
 
     Example:
       ```python

@@ -49,7 +49,7 @@ class Integer(ScaledCodec):
     magnitude of the group. With 8 bits, one code means 0, and one code is unused. With fewer bits,
     0 is halfway between two codes, so that all codes are used. Scales are rounded up and zero
     points down, so the error is at most half a scale. With one bit, the two values are the group's
-    mean plus and minus its mean absolute deviation; without a zero point, the mean is taken as 0.
+    mean plus and minus its mean absolute deviation. Without a zero point, the mean is taken as 0.
 
     Attributes:
       bits: 1, 2, 3, 4 or 8.

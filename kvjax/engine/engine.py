@@ -52,8 +52,8 @@ class Engine:
 
     When no pages are free, cached prefixes are evicted first. Then the request that was scheduled
     last is preempted: the newest of those with the highest ``priority``. Its state is swapped to
-    the host if ``host_memory`` allows; otherwise it is recomputed. Later the request continues
-    where it stopped.
+    the host if ``host_memory`` allows this. Otherwise the state is recomputed. Later the request
+    continues where it stopped.
 
     Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve",
     arXiv:2403.02310 (chunked prefill); Kwon et al., "PagedAttention", arXiv:2309.06180.

@@ -99,7 +99,7 @@ class Handle:
       cached_tokens: number of prompt tokens that were found in the prefix cache.
       preemptions: how often the request lost its row and pages to others.
       times: when the request was submitted, admitted, and so on.
-      beam_results: the best sequences of a finished beam search, best first; the handle's
+      beam_results: the best sequences of a finished beam search, best first. The handle's
         ``tokens`` and ``text`` are taken from the best one.
 
     Example:

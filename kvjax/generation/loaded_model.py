@@ -66,8 +66,8 @@ def check_params_match(params: PyTree, own: PyTree, *, dtypes: bool = True) -> N
 
 def without_weak_types(params: PyTree) -> PyTree:
     """Convert weakly typed parameters, such as ``jnp.full(shape, 0.5)``, to strongly typed ones. An
-    optimizer returns strongly typed parameters. If the first ones were weakly typed, every program
-    would be compiled again."""
+    optimizer returns strongly typed parameters. If the parameters before the first step were weakly
+    typed, every program would be compiled again."""
 
     def convert(x: Array) -> Array:
         weak = isinstance(x, jax.Array) and jax.typeof(x).weak_type

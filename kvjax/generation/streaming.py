@@ -156,7 +156,7 @@ class Stream(PieceIterator):
 
     def stop(self) -> None:
         """End the generation as soon as the running dispatches have finished. The text ends where
-        the last piece ended; the stop reason is ``"stopped"``.
+        the last piece ended. The finish reason is ``"stopped"``.
 
         Continue to iterate, because the result is available after the last piece. The last piece
         has text only if the cache could not be rewound past the running dispatches (a ring or a

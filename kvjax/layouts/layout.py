@@ -203,7 +203,8 @@ class Layout(LayoutSpec):
 
     @abstractmethod
     def slot_of(self, positions: Positions) -> Positions:
-        """Return the slot of each position, if it is still in the row."""
+        """Return the slot of each position. The layout may have reused the slot for a later
+        position."""
 
     def regions(self) -> tuple[Region, ...]:
         """Return the regions in the order in which attention reads them. Each slot is in one

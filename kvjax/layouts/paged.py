@@ -28,8 +28,8 @@ from kvjax.layouts.layout import Dense, Integers, Layout, LayoutSpec, Region, Ru
 from kvjax.layouts.split import LayoutSlice
 
 MIN_PAGE_SIZE, MAX_PAGE_SIZE, PAGE_SIZE_MULTIPLE = 16, 1024, 8
-"""The minimum and the maximum number of tokens of a page, and a number of which it is a
-multiple."""
+"""The minimum and the maximum page size in tokens. Every page size is a multiple of the third
+number."""
 
 
 @dataclass(frozen=True)

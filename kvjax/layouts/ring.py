@@ -207,8 +207,9 @@ class Ring(Layout):
         return written, in_sinks | (written > length + self._ring - (self.window or 1))
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """Return how many tokens can be rewound. While no slot has been overwritten, these are all.
-        After that, a row can be rewound to ``slack`` tokens before its maximum length."""
+        """Return how many tokens can be rewound. While no slot has been overwritten, all tokens can
+        be rewound. After that, a row can be rewound to ``slack`` tokens before its maximum
+        length."""
         slack = self._ring - (self.window or 1)
         kept = jnp.where(written > self.slots, written - slack, 0)
         return jnp.maximum(length - kept, 0)

@@ -130,7 +130,7 @@ class PageAllocator:
 
         Args:
           columns: int32[rows, n], columns of each row.
-          needed: bool[rows, n], which of ``columns`` need a page.
+          needed: bool[rows, n], whether a column of ``columns`` needs a page.
           freed: a pair of columns (int32[rows, m]) and a mask of them (bool[rows, m]). A row frees
             its pages in these columns first, and also the pages that it already has in the
             ``needed`` columns. By default nothing is freed, and the ``needed`` columns must be

@@ -161,7 +161,7 @@ TILE = SUBLANES * LANES
 
 @functools.singledispatch
 def subblocks_of(codec: Codec) -> int:
-    """Return the number of subblocks of a block whose codes are in the same bytes.
+    """Return how many subblocks of a block have their codes in the same bytes.
 
     A byte may contain the codes of several tokens. A kernel then reads a block one subblock after
     another, where the n-th subblock has the n-th code of each byte.

@@ -228,8 +228,8 @@ def _skipped(run: Run, count: PerRow) -> PerRow:
 def _window(
     run: Run, x: Array, start: Array, skip: Array, count: Array
 ) -> tuple[Array, Array, Array]:
-    """Return the first slot to write, the new content from there on, and a mask of the real tokens
-    in it.
+    """Return the first slot to write, the new content from this slot on, and a mask of the real
+    tokens in the content.
 
     ``dynamic_update_slice`` would clamp the start of a chunk whose padding extends past the end,
     and so write its real tokens to lower slots. Here the window is moved to where it fits, and the

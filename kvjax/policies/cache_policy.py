@@ -30,8 +30,8 @@ class CachePolicy:
     ``prefill="exact"``, the queries of a call see all tokens of the same call raw, as in
     Transformers and KIVI. The logits then depend on how the tokens are divided into calls.
 
-    ``raw`` has the codecs of the tail's keys and values. ``resolve`` sets it; it is None without a
-    tail.
+    ``raw`` has the codecs of the tail's keys and values. ``resolve`` sets it. Without a tail, it is
+    None.
 
     Example:
       ```python

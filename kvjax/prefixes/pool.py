@@ -41,7 +41,7 @@ class CacheGroup:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of a page."""
+        """The number of tokens per page."""
         split = self.page_group.split
         return self.page_group.layout.page_size * (1 if split is None else split.block)
 

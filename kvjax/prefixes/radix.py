@@ -23,7 +23,7 @@ class Namespace(NamedTuple):
     """A set of sequences with which a prompt is matched.
 
     They belong to one tenant, and were computed with one version of the weights. If results depend
-    on the number of rows, they were also computed with the same number; otherwise ``rows`` is None.
+    on the number of rows, they were also computed with ``rows`` rows. Otherwise ``rows`` is None.
     """
 
     tenant: Hashable

@@ -38,7 +38,8 @@ from kvjax.policies.model_config import position_limit
 from kvjax.policies.presets import PolicyChoice
 
 FIRST_RANGE = 512
-"""Positions in the first range of ``Quality.by_position``; each further range doubles the end."""
+"""The number of positions in the first range of ``Quality.by_position``. Each further range ends at
+twice the end of the previous range."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ def cache_bytes(cache: KVCache, tokens: int) -> CacheBytes:
 def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
     """Return the number of tokens that the query at position ``at`` sees in encoded form.
 
-    ``call`` is the first position of the call. Tokens from there on are seen raw.
+    ``call`` is the first position of the call. Tokens from this position on are seen raw.
     """
     policy, layout = layer.policy, layer.policy.layout
     raw = min(max(at // policy.block - policy.recent, 0) * policy.block, call)

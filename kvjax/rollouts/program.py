@@ -105,7 +105,7 @@ def rollout(
       buffer: the ``cache`` of an earlier rollout with the same shapes. Its memory is reused, and it
         is donated. Without it, an empty cache is created. The program is the same in both cases.
       put: True to convert the parameters with ``lm.put``, if their dtypes or shardings differ from
-        the model's, as a trainer's may. Or a function that converts them.
+        the model's, or a function that converts them. A trainer's parameters may need this.
       settings: sampling settings as for ``generate``, but ``temperature`` is 1 by default.
 
     Raises:
@@ -214,7 +214,7 @@ def sampling_of(
 
 @dataclass(frozen=True, eq=False)
 class _CacheSpec:
-    """The arguments to create a cache. Two are equal if they create equal caches."""
+    """The arguments to create a cache. Two objects are equal if they create equal caches."""
 
     config: ModelConfig
     policy: PolicyChoice

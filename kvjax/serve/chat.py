@@ -16,7 +16,7 @@ _UNSUPPORTED = {
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
 }
-"""Unsupported fields, and the values with which they request nothing."""
+"""Unsupported fields, each with the values for which it has no effect."""
 _RESERVED_TEMPLATE_ARGUMENTS = {
     "messages",
     "name",

@@ -159,8 +159,8 @@ class Fields:
             self._values.pop(name, None)
 
     def unsupported(self, name: str, *neutral: object) -> None:
-        """Reject an unsupported field, unless its value is one of ``neutral``, which request
-        nothing."""
+        """Reject an unsupported field, unless its value is one of ``neutral``, for which it has no
+        effect."""
         value = self.raw(name)
         if value is not None and not any(value == x and type(value) is type(x) for x in neutral):
             name = self._prefix + name

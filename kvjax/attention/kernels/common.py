@@ -154,8 +154,8 @@ class KernelInputs:
 
         Returns:
           Two arrays. The first, int32[batch, blocks, n], has the first tile that the rows may see,
-          the number of tiles from there on, and the cursors from which positions are computed. The
-          second, int32[], is the maximum number of tiles.
+          the number of tiles from this tile on, and the cursors from which positions are computed.
+          The second, int32[], is the maximum number of tiles.
         """
         section, mask = self.section, self.mask
 

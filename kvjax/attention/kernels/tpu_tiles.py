@@ -219,8 +219,8 @@ def tile_weighted_values(
     Args:
       tile: the values.
       weights: the softmax weights.
-      present: bool, which tokens exist, along the last axis. Slots without tokens and reads past
-        the end of an array may hold NaN, and 0 * NaN is NaN.
+      present: a mask of the tokens that exist, along the last axis. Slots without tokens and reads
+        past the end of an array may hold NaN, and 0 * NaN is NaN.
       present_rows: returns the same mask along the second-to-last axis.
       inputs: the kernel's inputs.
       dtype: the dtype to multiply in.

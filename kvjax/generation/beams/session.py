@@ -169,7 +169,7 @@ class GuidedBeamSession(BeamSession):
 class BeamGuides:
     """The guides of all beams. A beam that continues another one has a copy of its guide.
 
-    ``guides`` has a guide or None for each row. The guides are copied first.
+    ``guides`` has a guide or None for each row. The constructor copies the guides that it receives.
     """
 
     def __init__(

@@ -280,7 +280,8 @@ def advance(
 
 
 _Reported = tuple[Array, ...] | None
-"""The model's log-probabilities and, if they are reported, the highest ones and their token ids."""
+"""The model's log-probabilities and, if they are reported, the highest log-probabilities and their
+token ids."""
 
 
 def _advance_group(

@@ -78,7 +78,7 @@ def common_prefixes(tokens: np.ndarray, real: np.ndarray) -> list[list[int]]:
 
     Args:
       tokens: int[batch, n, steps], with -1 after the end of a sequence.
-      real: bool[batch, n], which sequences count.
+      real: bool[batch, n], whether a sequence counts.
     """
     prefixes = []
     for sequences, counts in zip(tokens, real, strict=True):
