@@ -281,8 +281,8 @@ _OF_LAYERS = ("windows", "rope_layers")
 
 
 def first_layers(lm: LanguageModel, layers: int) -> LanguageModel:
-    """Make a model from a model's first layers, its final norm and its head. It shares the arrays
-    of ``lm``, so as a draft model it needs no additional memory for weights.
+    """Make a model from a model's first layers, its final norm and its head. The new model shares
+    the arrays of ``lm``, so as a draft model it needs no additional memory for weights.
 
     Source: Elhoushi et al., LayerSkip, arXiv:2404.16710; Zhang et al., arXiv:2309.08168.
 

@@ -25,7 +25,7 @@ from kvjax.policies.model_config import common_heads, decoder_config, layer_head
 ApplyFunction = Callable[..., tuple[Array, KVCache | None]]
 _REQUIRED = ("params", "tokens", "cache", "lengths")
 _OPTIONAL = ("last_only", "max_len")
-"""Parameters that a user's function may have. kvjax passes them only if it has them."""
+"""Parameters that a user's function may have. kvjax passes them only if the function has them."""
 
 
 def language_model(

@@ -15,8 +15,8 @@ from kvjax.placement.mesh import COPIES, TENSOR, MeshSharding
 
 Bias = Callable[[Array, Array], Array]
 """A function ``bias(query_positions[batch, new], key_positions[batch, n])``. Its result is added to
-the scores. It is float32 and broadcastable to [batch, heads, new, n]. Keys whose score is below
-−1e38 are masked. On a mesh, arrays that the function uses must be leaves of a pytree, as in
+the scores. The result is float32 and broadcastable to [batch, heads, new, n]. Keys whose score is
+below −1e38 are masked. On a mesh, arrays that the function uses must be leaves of a pytree, as in
 ``jax.tree_util.Partial(function, array)``, so that devices receive them."""
 
 

@@ -73,7 +73,7 @@ def gained_by_upgrading(target: Target) -> str | None:
 
 def pallas(inputs: AttentionInputs) -> AttentionOutput:
     """Compute attention over each section of a layer with a flash-decoding kernel. If the kernel
-    can't read one of the smaller sections, that section is processed without it.
+    can't read one of the smaller sections, that section is processed without the kernel.
 
     Raises:
       Unsupported: if the target has no kernel, scores have a bias, or no kernel can read the

@@ -222,7 +222,8 @@ _ERRORS: dict[type[Exception], dict[int, str]] = {
         NON_FINITE: "the logits of row(s) {rows} are not finite numbers",
     },
 }
-"""The errors that ``check`` raises. It raises the first in this order whose bit is set."""
+"""The errors that ``check`` raises. If several bits are set, the first error in this order is
+raised."""
 
 
 def note_non_finite(cache: KVCache, rows: Array) -> KVCache:

@@ -89,7 +89,7 @@ class KVCache:
 
     @property
     def last_position(self) -> str:
-        """Why a row can't be longer than ``positions``, for error messages."""
+        """The reason why a row can't be longer than ``positions``, for error messages."""
         if self.positions == self.rotary_len:
             return f"its keys are rotated for sequences of rotary_len={self.positions} tokens"
         return f"the model has only {self.positions} positions"

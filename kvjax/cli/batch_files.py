@@ -109,7 +109,8 @@ def parse_prompt(
 ) -> tuple[Any, dict[str, Any]]:
     """Return the prompt of an input line, as text or token ids, and the line's own settings.
 
-    The chat template of ``lm`` renders ``messages`` and, if ``chat``, also a ``prompt``.
+    The chat template of ``lm`` renders ``messages``. If ``chat`` is True, it renders a ``prompt``
+    too.
 
     Raises:
       ValueError: if a field is wrong. The error names it.

@@ -76,8 +76,8 @@ def explicit_mesh() -> Mesh | None:
 
 
 def to_explicit_mesh(tree: _T, mesh: Mesh | None) -> _T:
-    """Convert arrays to ``mesh``, which is a result of ``explicit_mesh``. If it is None, return
-    them unchanged."""
+    """Convert arrays to ``mesh``, which is a result of ``explicit_mesh``. If ``mesh`` is None,
+    return the arrays unchanged."""
     return tree if mesh is None else jax.tree.map(functools.partial(_to_explicit, mesh), tree)
 
 

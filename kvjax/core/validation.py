@@ -150,8 +150,8 @@ def check_not_donated(cache: PyTree) -> None:
 def donation_errors(has_cache: bool) -> Iterator[None]:
     """Turn JAX's error about a deleted array into the error of ``check_not_donated``.
 
-    It can still occur after that check, because another thread may donate the cache. ``has_cache``
-    says whether the caller passed a cache.
+    The error can still occur after that check, because another thread may donate the cache.
+    ``has_cache`` says whether the caller passed a cache.
     """
     try:
         yield

@@ -280,8 +280,8 @@ def branch(
 
 
 def _without_forbidden(score: TokenScore) -> TokenScore:
-    """Remove tokens that the guide forbids from a score. They fill up the list of the most likely
-    tokens if the guide allows only a few."""
+    """Remove tokens that the guide forbids from a score. Such tokens fill up the list of the most
+    likely tokens if the guide allows only a few."""
     return replace(score, top_logprobs=tuple(x for x in score.top_logprobs if x[1] > -np.inf))
 
 

@@ -145,8 +145,8 @@ class PageTables:
     """The pages of each row.
 
     ``tables`` has the page table of each cache group, int32[rows, columns], with -1 where there is
-    no page. A row takes pages before a program writes to them. It returns pages that are out of its
-    window before the next program reads.
+    no page. A row takes pages before a program writes to them. A row returns the pages that are out
+    of its window before the next program reads.
     """
 
     def __init__(self, prefixes: CachedSequences, rows: int) -> None:

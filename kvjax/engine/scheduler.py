@@ -201,8 +201,8 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: RunningSequence) -> None:
-        """Take a sequence's row and pages away. It waits until it is restored from the host or
-        recomputed."""
+        """Take a sequence's row and pages away. The sequence then waits until it is restored from
+        the host or recomputed."""
         seq.handle.preemptions += 1
         self._counters.preemptions += 1
         # Recomputing a part of a prompt is as fast as swapping it.

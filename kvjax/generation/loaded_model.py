@@ -77,8 +77,10 @@ def without_weak_types(params: PyTree) -> PyTree:
 
 
 def cast_params(params: PyTree, own: PyTree) -> PyTree:
-    """Convert parameters to the dtypes and, if both are arrays, to the shardings of a model's
-    parameters ``own``. Arrays that already have them are not copied."""
+    """Convert parameters to the dtypes of a model's parameters ``own``, and move them to the
+    devices and shardings of ``own``. Nothing is moved if the parameters or ``own`` are traced, or
+    if ``own`` has only shapes. Arrays that already have the dtype and the sharding are not
+    copied."""
     check_params_match(params, own, dtypes=False)
     leaves, structure = jax.tree.flatten(params)
     targets = jax.tree.leaves(own)

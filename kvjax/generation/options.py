@@ -51,7 +51,8 @@ class DecodingKeywords(SamplingKeywords, PenaltyKeywords, total=False):
 
 
 class CompileKeywords(DecodingKeywords, total=False):
-    """Keywords of ``compile``, which are all that can select different compiled programs."""
+    """Keywords of ``compile``: all keywords of ``generate`` that can select different compiled
+    programs."""
 
     num_beams: int
     num_beam_groups: int

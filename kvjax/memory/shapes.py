@@ -165,8 +165,8 @@ class ModelShape:
     ) -> tuple[Array, KVCache]:
         """Run a decoder of this shape: its matrix products, and attention over the cache.
 
-        It is used to compile programs for planning. Biases, positions and the weights of norms are
-        left out, because they are less than 0.1 % of the cost.
+        This method is used to compile programs for planning. Biases, positions and the weights of
+        norms are left out, because they are less than 0.1 % of the cost.
 
         Args:
           params: parameters with the shapes of ``abstract_params``.

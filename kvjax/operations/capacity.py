@@ -188,7 +188,8 @@ def grown_mark(layer: LayerCache, layout: Layout, written: PerRow) -> PerRow:
     """Return ``written`` for a larger layout.
 
     A value above the number of slots hides tokens that a conversion could not supply (see
-    ``Layout.hiding``). It is increased so that it hides the same tokens in the larger layout.
+    ``Layout.hiding``). Such a value is increased so that it hides the same tokens in the larger
+    layout.
     """
     slots, wider = layer.policy.mark_base, replace(layer.policy, layout=layout).mark_base
     return jnp.where(written > slots, written + wider - slots, written)
@@ -217,7 +218,7 @@ def make_room(cache: KVCache, tokens: int) -> tuple[KVCache, list[Move]]:
 
     With ``policy("auto")``, this first moves layers to the host, last layers first, until the
     others fit on the device. A layer moves back only if a quarter of the budget stays free, so that
-    no layer moves back and forth. Call this outside ``jit``. It deletes the cache that it receives.
+    no layer moves back and forth. Call this outside ``jit``. The cache that it receives is deleted.
 
     Args:
       cache: the cache.

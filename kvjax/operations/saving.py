@@ -47,8 +47,8 @@ class ModelWithParams(Protocol):
 def fingerprint(model: ModelWithParams | str | None) -> str | None:
     """Return a short hash of a model's config and weights. A string or None is returned unchanged.
 
-    It includes two checksums of the bits of each weight. They are integer sums, so they are the
-    same on all devices and meshes, and no weight is moved.
+    The hash includes two checksums of the bits of each weight. The checksums are integer sums, so
+    they are the same on all devices and meshes, and no weight is moved.
     """
     if model is None or isinstance(model, str):
         return model

@@ -122,7 +122,7 @@ class CachePolicy:
     @property
     def stored_layout(self) -> Layout:
         """The layout of the arrays that the codecs fill. Its slots contain tokens, or blocks if
-        there is a tail. Their number is rounded up so that all devices have equally many."""
+        there is a tail. The number of slots is rounded up so that all devices have equally many."""
         if as_paged(self.layout) and self.placement.parts > 1:
             raise ValueError(
                 "pages can't be divided along sequence: use a mesh with only data and tensor, or a "

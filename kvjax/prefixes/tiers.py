@@ -85,7 +85,7 @@ class Tiers:
         return True
 
     def swap_in(self, pages: Sequence[SwappedPage]) -> None:
-        """Move pages back to the device. Its pool must have enough free pages."""
+        """Move pages back to the device, whose pool must have enough free pages."""
         for group, allocator in enumerate(self._pool.allocators):
             swapped = [page for page in pages if page.group == group]
             numbers = [allocator.allocate() for _ in swapped]

@@ -91,8 +91,8 @@ def filter_logits(
     past: TokenHistory | None = None,
     allowed: Allowed | None = None,
 ) -> Logits:
-    """Return the logits from which ``sample`` draws or, if it is greedy, takes the maximum. Tokens
-    that can't be drawn have minus infinity. Arguments are as for ``sample``."""
+    """Return the logits from which ``sample`` draws or, if decoding is greedy, takes the maximum.
+    Tokens that can't be drawn have minus infinity. Arguments are as for ``sample``."""
     logits = _apply_penalties(logits, filters, sampling, count, past, allowed)
     return cond(
         filters.greedy,

@@ -42,8 +42,8 @@ class Tile(NamedTuple):
 
 @functools.singledispatch
 def can_tile(codec: Codec, block: int, subblocks: int, head_dim: int) -> bool:
-    """Return whether the kernel can read blocks of ``block`` tokens, one of ``subblocks`` subblocks
-    at a time."""
+    """Return whether the kernel can read blocks of ``block`` tokens. Each block has ``subblocks``
+    subblocks, which are read one after another."""
     return False
 
 

@@ -79,8 +79,8 @@ class Guides:
         return self._guide("schema", text, compile)
 
     def regex(self, pattern: str) -> "GrammarGuide":
-        """Return a guide for texts that a regular expression matches completely. It has the syntax
-        of Rust's ``regex``.
+        """Return a guide for texts that a regular expression matches completely. The expression has
+        the syntax of Rust's ``regex``.
 
         Raises:
           ValueError: if the pattern is invalid.
