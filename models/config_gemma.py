@@ -78,8 +78,9 @@ class Gemma4Config(SharingConfig):
     """The text part of Gemma 4.
 
     Attributes:
-      num_key_value_heads, head_dim: heads of layers with a window.
-      num_global_key_value_heads, global_head_dim: heads of layers with full attention.
+      num_key_value_heads, head_dim: the number of key-value heads, and the head dimension, of
+        layers with a window.
+      num_global_key_value_heads, global_head_dim: the same of layers with full attention.
       attention_k_eq_v: whether layers with full attention have no value projection and use the keys
         as values.
       num_experts: the number of experts; 0 if the model has none.

@@ -69,7 +69,7 @@ class Partial(NamedTuple):
         return cls(highest, total, before.weighted * shrink[..., None] + weigh(weights))
 
     def merge(self, other: "Partial") -> "Partial":
-        """Return the softmax over the keys of both."""
+        """Return the softmax over the keys of this object and of ``other``."""
         highest = jnp.maximum(self.highest, other.highest)
         a, b = jnp.exp(self.highest - highest), jnp.exp(other.highest - highest)
         weighted = self.weighted * a[..., None] + other.weighted * b[..., None]

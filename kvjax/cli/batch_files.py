@@ -41,7 +41,7 @@ _TYPES = {
 }
 
 RESULT_START = b'{"line": '
-"""Every result starts with this."""
+"""The text with which every result starts."""
 SYNC_SECONDS = 5.0
 """Results older than this number of seconds are on the disk, so that a failure of the machine does
 not lose them."""

@@ -167,7 +167,8 @@ class Engine:
 
     @without_mesh_context
     def compile(self) -> Compiled:
-        """Compile all programs in advance. Without this, each is compiled when it is first needed.
+        """Compile all programs in advance. Without this call, each program is compiled when it is
+        first needed.
 
         Two programs are always compiled when they are first needed: the selection step of a beam
         search, for each number of beams, and prefill with ``prompt_logprobs``.

@@ -225,9 +225,9 @@ class LanguageModel:
         training step.
 
         Args:
-          texts: as for ``encode``. A call of the decoder has one row per text, or several
-            consecutive rows per text, equally many for each. On a mesh, empty rows are added until
-            ``data`` divides the number of rows.
+          texts: as for ``encode``. A call of the decoder has one row per text, or the same number
+            of consecutive rows for every text. On a mesh, empty rows are added until ``data``
+            divides the number of rows.
           cache: a policy or its name, for the keys and values of cross-attention. Its codecs and
             placements are used, but not its layout.
 

@@ -201,8 +201,8 @@ class Session:
             self.context = Cached(rewind(self.cache, tokens))
 
     def close(self, texts: list[list[int]] | None) -> None:
-        """Return leased pages to the prefix tree. The tree caches the rows' tokens, ``texts``; None
-        to cache nothing."""
+        """Return leased pages to the prefix tree. The tree caches the tokens of each row,
+        ``texts``. With None, nothing is cached."""
         if self._lease is not None:
             lease, self._lease = self._lease, None
             lease.finish(self.cache, texts)

@@ -191,7 +191,7 @@ class Layout(LayoutSpec):
         """Return the position in each of ``slots``, for each row. It is -1 if the slot is empty or
         its token no longer counts.
 
-        The attention mask is computed from this alone.
+        The attention mask is computed from these positions alone.
 
         Args:
           length: int32[batch], the number of tokens of each row.

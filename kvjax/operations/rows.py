@@ -287,7 +287,7 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
     Args:
       cache: a cache that is not within a call.
       rows: int32[batch], the row from which each row continues. Such a row must continue from
-        itself: ``rows[rows[i]] == rows[i]``. On a mesh, both must be on the same devices.
+        itself: ``rows[rows[i]] == rows[i]``. On a mesh, the two rows must be on the same devices.
       since: int32[batch], the length of the prefix that each row has in common with all rows from
         which it may continue.
 

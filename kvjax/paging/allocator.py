@@ -213,9 +213,9 @@ class PageAllocator:
 
         Args:
           rows: int32[n], the old row that each new row continues.
-          written: arrays int32[n], each with a column of each new row, to whose page the row will
-            write if it has one. Usually this is its last page, if it is not full. -1 means no
-            column.
+          written: a list of arrays int32[n]. Each has one column per new row, or -1. The new rows
+            will write to their pages in these columns. Usually the list has one array, with the
+            columns of last pages that are not full.
 
         Returns:
           The allocator of the new rows, the copies to make, and bool[n], the rows that got all

@@ -212,7 +212,7 @@ class MeshSharding:
         return heads % (self.heads * self.copies) == 0
 
     def body_specs(self, body: PyTree, orders: Orders) -> PyTree:
-        """Return the specs of the arrays of a body. ``orders`` say which axis of each has the
+        """Return the specs of the arrays of a body. ``orders`` say which axis of each array has the
         slots. Arrays that all heads share are not divided along ``tensor``."""
 
         def one(x: jax.Array, order: Order) -> PartitionSpec:
@@ -236,8 +236,8 @@ class MeshSharding:
             )
 
     def put(self, tree: PyTree, spec: SpecOf, kind: str | None = None) -> PyTree:
-        """Put a pytree of arrays on the mesh. ``spec`` is called with the shape of each. This works
-        inside ``jit``."""
+        """Put a pytree of arrays on the mesh. ``spec`` is called with the shape of each array. This
+        works inside ``jit``."""
         self.check_context()
         return jax.tree.map(lambda x: self._put(x, spec(np.shape(x)), kind), tree)
 

@@ -78,7 +78,8 @@ class Order:
 
     @property
     def alignment(self) -> int:
-        """The size of a kernel's tile along ``axis`` must be a multiple of this."""
+        """The alignment of a kernel's tile. The size of the tile along ``axis`` must be a multiple
+        of it."""
         return LANES if self.axis == 3 else SUBLANES
 
     def arrange(self, x: Array) -> Array:

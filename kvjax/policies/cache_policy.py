@@ -108,8 +108,8 @@ class CachePolicy:
 
     @property
     def grain(self) -> int:
-        """The alignment of slots on the placement's platform: the number of slots is a multiple of
-        this."""
+        """The alignment of slots on the placement's platform. The number of slots is a multiple of
+        it."""
         return slot_alignment(self.placement.platform())
 
     @property

@@ -87,7 +87,7 @@ class CachedSequences:
     def keep_checkpoint(
         self, namespace: Namespace, tokens: Sequence[int], checkpoint: Checkpoint
     ) -> None:
-        """Add a checkpoint at the end of a sequence, and the pages of its windows."""
+        """Add a checkpoint at the end of a sequence, and the pages of windows that it needs."""
         path = self.radix.insert(namespace, tokens)
         self.radix.touch(path)
         if path[-1].checkpoint is None:

@@ -13,8 +13,8 @@ from kvjax.serve.json_body import APIError, Fields, JsonObject, is_number, parse
 from kvjax.serve.logprobs import Echo, ScoredToken
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-"""The maximum number of stop strings of a request, and of characters of each. All of them are
-searched for after every token."""
+"""The maximum number of stop strings of a request, and of characters of each. The text is searched
+for every stop string after each token."""
 _SEEDS = 2**64
 _IGNORED = (
     "user",

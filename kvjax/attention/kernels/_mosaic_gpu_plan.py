@@ -31,8 +31,8 @@ MAX_TOKENS = 64
 MIN_ROWS = 32
 """The minimum number of rows of numbers in a tile."""
 MAX_QUERIES = 64
-"""The maximum number of query rows of a program if heads have up to 128 channels. For wider heads
-it is half of this."""
+"""The maximum number of query rows of a program if heads have up to 128 channels. For wider heads,
+the maximum is half of this number."""
 MAX_STAGES = 4
 """The maximum number of pipeline stages. The minimum is two."""
 PREFERRED_KIB = 96

@@ -62,7 +62,7 @@ class StoreFormat:
 
     @property
     def subblocks(self) -> int:
-        """The number of subblocks of a unit whose codes are in the same bytes."""
+        """How many subblocks of a unit have their codes in the same bytes."""
         return 8 // self.bits if self.bits else 1
 
     @property

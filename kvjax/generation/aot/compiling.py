@@ -72,7 +72,7 @@ def compile(
     In this process, ``generate`` then compiles nothing, for any prompts and any number of new
     tokens.
 
-    Programs are compiled one after another. During this, a cache is allocated. A growing cache is
+    Programs are compiled one after another. Meanwhile, a cache is allocated. A growing cache is
     allocated at every capacity that a sequence may need. The model does not run, but the sampler
     runs once, on logits of 0. ``jax.clear_caches`` discards the programs. With JAX's persistent
     compilation cache, later processes read them instead of compiling. With ``policy("auto")``,

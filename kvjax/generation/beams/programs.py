@@ -282,8 +282,8 @@ def rows_to_keep(
 
 
 def keep_rows(cache: KVCache, rows: Rows, rewound: Rows) -> KVCache:
-    """Select the rows ``rows`` (int32[n]) of a cache, and rewind ``rewound`` tokens from each. Page
-    pools are not copied. The given cache is donated."""
+    """Select the rows ``rows`` (int32[n]) of a cache, and rewind ``rewound`` tokens (int32[n]) of
+    these rows. Page pools are not copied. The given cache is donated."""
     shared = [(x.keys, x.values) if x.policy.page_group else None for x in cache.layers]
     own = [replace(x, keys=None, values=None) if x.policy.page_group else x for x in cache.layers]
     return _keep_rows(shared, replace(cache, layers=tuple(own)), rows, rewound)

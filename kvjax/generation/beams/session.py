@@ -79,7 +79,8 @@ class BeamSession:
         return {"search": programs.search.lower(*self._search_args(np.int32(0)))}
 
     def _masks(self) -> np.ndarray | None:
-        """Return the token masks of the guides, uint32[rows, words]; None to allow all tokens."""
+        """Return the token masks of the guides, uint32[rows, words]; None if all tokens are
+        allowed."""
         return None
 
     def _search_args(self, steps: np.int32) -> tuple[object, ...]:
@@ -100,8 +101,8 @@ class BeamSession:
         )
 
     def keep(self, rows: np.ndarray, rewound: np.ndarray) -> bool:
-        """Keep only the rows ``rows`` (int[n]) of the cache, and rewind ``rewound`` tokens from
-        each. Returns False, and changes nothing, if a row can't be rewound that far."""
+        """Keep only the rows ``rows`` (int[n]) of the cache, and rewind ``rewound`` tokens (int[n])
+        of these rows. Returns False, and changes nothing, if a row can't be rewound that far."""
         cache = self._session.cache
         assert cache is not None
         if np.any(rewound > fetch(programs.max_rewind(cache))[rows]):

@@ -49,7 +49,7 @@ class SearchConfig:
     Attributes:
       num_return: the number of sequences that are returned for each prompt.
       beams: the numbers of beams and groups; None for samples.
-      length_penalty: scores are divided by the length to the power of this.
+      length_penalty: scores are divided by the length to the power ``length_penalty``.
       early_stopping: when a group ends after it has found as many finished sequences as beams. With
         1 immediately, with 0 when no better sequence is likely, with 2 when none is possible.
       diversity_penalty: the penalty for tokens that other groups have chosen in the same step.
@@ -238,7 +238,7 @@ def advance(
     Args:
       before: the state.
       logprobs: float32[batch, beams, vocab], after penalties and filters.
-      raw_logprobs: the model's log-probabilities before these, for ``scores``.
+      raw_logprobs: the model's log-probabilities before penalties and filters, for ``scores``.
       eos: int32[batch, n], the tokens that end a sequence. Padding is a number outside of the
         vocabulary.
       params: the numeric settings of the search.

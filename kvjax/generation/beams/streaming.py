@@ -144,8 +144,8 @@ def live_sequences(
     history: History, count: np.ndarray, beams: BeamConfig
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the tokens of all beams, int[batch, beams, steps], with -1 after the end, and the
-    number of tokens of each. ``count`` (int[batch, groups]) is the number of tokens of each group's
-    beams."""
+    number of tokens of each beam. ``count`` (int[batch, groups]) is the number of tokens of each
+    group's beams."""
     counts = np.repeat(count, beams.group_size, axis=1)
     own = np.broadcast_to(np.arange(counts.shape[1]), counts.shape)
     return history.paths(counts, own)[0], counts
