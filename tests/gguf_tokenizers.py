@@ -205,6 +205,7 @@ def trained_pieces(size: int) -> tuple[list[str], list[str]]:
     tokens = sorted(vocab, key=vocab.__getitem__)
     special = {BOS, EOS, TOOL, UNKNOWN}
     kept = [t for t in tokens if t not in special and ("\n" not in t or not t.strip("\n"))]
+    kept = [t for t in kept if "\0" not in t]  # ends a token in llama.cpp
     return [t for t in kept if len(t) > 1], [t for t in kept if len(t) == 1]
 
 
@@ -237,7 +238,9 @@ def unigram_metadata(size: int = 700, **changes: object) -> dict[str, Any]:
     merged, chars = trained_pieces(size)
     rng = random.Random(1)
     pieces = [("<pad>", 0.0, CONTROL), (EOS, 0.0, CONTROL), (UNKNOWN, 0.0, UNKNOWN_TYPE)]
-    pieces += [(t, -3 - 12 * rng.random(), NORMAL) for t in merged + chars if ord(t[-1]) < 0x3000]
+    pieces += [
+        (t, -3 - rng.randint(0, 800) / 64, NORMAL) for t in merged + chars if ord(t[-1]) < 0x3000
+    ]
     pieces += [(TOOL, -1000.0, USER_DEFINED), (f"[PAD{len(pieces) + 1}]", -10000.0, UNUSED)]
     tokens, scores, types = map(list, zip(*pieces, strict=True))
     return {
@@ -346,8 +349,8 @@ class Reference:
                 token = tokens.get(text[start:end])
                 if token is not None and total + self.scores[token] > best[end][0]:
                     best[end] = (total + self.scores[token], start, token)
-            if text[start] not in tokens and total + least - 10 > best[start + 1][0]:
-                best[start + 1] = (total + least - 10, start, unknown)
+            if text[start] not in tokens and total + (least - 10) > best[start + 1][0]:
+                best[start + 1] = (total + (least - 10), start, unknown)
         ids: list[int] = []
         end = len(text)
         while end:

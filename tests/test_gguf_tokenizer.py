@@ -178,6 +178,20 @@ def test_types_of_tokens() -> None:
     assert tokenizer.vocab_size == 262
 
 
+def test_tokens_that_look_like_bytes() -> None:
+    """``À`` is a letter where it is a token of its own, and the byte C0 in a word."""
+    tokens = [*TINY["tokenizer.ggml.tokens"], "<Àé>", "é"]
+    tokens[tokens.index("é")] = "[no byte]"
+    types = [*TINY["tokenizer.ggml.token_type"], 4, 4]
+    merges = ["à ¤"]
+    metadata = {**TINY, "tokenizer.ggml.tokens": [*tokens, "à¤"], "tokenizer.ggml.merges": merges}
+    tokenizer = tokenizer_of({**metadata, "tokenizer.ggml.token_type": [*types, 1]})
+    text = "aé<Àé>हà"
+    ids = tokenizer.encode(text)
+    assert ids[1:3] == [263, 262] and ids[3] == 264
+    assert tokenizer.decode(ids) == text
+
+
 def test_types_of_older_files() -> None:
     """Without types, the tokens that have a role are still found in a text."""
     tokens = [*TINY["tokenizer.ggml.tokens"][:-1], "<|im_end|>"]
@@ -312,6 +326,22 @@ def test_unigram(merge_spaces: bool) -> None:
         assert tokenizer.encode(text) == [*reference.encode(text), 1], text
     decoded = tokenizer.decode(tokenizer.encode(" the  cache <tool>x"))
     assert decoded == ("the cache<tool> x" if merge_spaces else " the  cache <tool> x")
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_character_map(dtype: Any) -> None:
+    """A map of tabs and newlines to spaces: a double array of 32 units, and the replacement."""
+    units = np.zeros(32, np.uint32)
+    units[0] = 16 << 10
+    for char in (9, 10):
+        units[16 ^ char] = 4 << 10 | 1 << 8 | char
+        units[16 ^ char ^ 4] = 1 << 31
+    data = np.uint32(units.nbytes).tobytes() + units.tobytes() + b" \0"
+    charsmap = np.frombuffer(data, dtype)
+    key = "tokenizer.ggml.precompiled_charsmap"
+    tokenizer = tokenizer_of(gguf.unigram_metadata(**{key: charsmap}))
+    assert tokenizer.encode("the\tWork\n\n a\n") == tokenizer.encode("the Work a")
+    assert tokenizer.decode(tokenizer.encode("the\tWork\n\n a\n")) == "the Work a"
 
 
 def test_unigram_with_bytes() -> None:

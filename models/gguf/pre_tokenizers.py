@@ -1,7 +1,7 @@
 """Regexes by which byte-level BPE splits a text into words, by ``tokenizer.ggml.pre``.
 
-Names and flags are llama.cpp's. Its regex engine has no Unicode properties and no inline flags, so
-it approximates some of the regexes; here they are those of the models' own ``tokenizer.json``.
+Names and flags are llama.cpp's. It approximates some of the regexes, because its engine knows no
+upper and lower case outside of ASCII; here they are those of the models' own ``tokenizer.json``.
 """
 
 from dataclasses import dataclass

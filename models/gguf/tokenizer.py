@@ -4,6 +4,7 @@ The conventions are llama.cpp's: the kinds of tokens, the defaults of each token
 what the name of a pre-tokenizer implies.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,12 +234,24 @@ def _bpe(fields: Fields, vocabulary: _Vocabulary, pre: PreTokenizer) -> Backend:
     steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
     if pre.byte_level:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        backend.decoder = decoders.ByteLevel()
+        backend.decoder = _byte_decoder(vocabulary)
     else:
         backend.normalizer = normalizers.Replace(" ", _SPACE)
         backend.decoder = _sentencepiece_decoder(strip=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     return backend
+
+
+def _byte_decoder(vocabulary: _Vocabulary) -> decoders.Decoder:
+    """The bytes of words, but the text of other tokens: DeepSeek's ``À`` is not the byte C0."""
+    alphabet = frozenset(pre_tokenizers.ByteLevel.alphabet())
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    steps: list[decoders.Decoder] = []
+    for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED) and not text.isascii() and alphabet.issuperset(text):
+            spelled = "".join(word for word, _ in spelling.pre_tokenize_str(text))
+            steps.append(decoders.Replace(Regex(rf"\A{re.escape(text)}\z"), spelled))
+    return decoders.Sequence([*steps, decoders.ByteLevel()]) if steps else decoders.ByteLevel()
 
 
 def _read_merges(fields: Fields, ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -295,7 +308,11 @@ def _sentencepiece_bpe(fields: Fields, vocabulary: _Vocabulary, unknown: int | N
 
 
 def _unigram(fields: Fields, vocabulary: _Vocabulary, special_ids: Mapping[str, int]) -> Backend:
-    """The segmentation into tokens with the highest sum of scores."""
+    """The segmentation into tokens with the highest sum of scores.
+
+    The character map is applied as in ``tokenizer.json`` files. sentencepiece and llama.cpp differ
+    from that where several combining marks follow one letter.
+    """
     if "unk_token" not in special_ids:
         raise fields.wrong(_SPECIAL_TOKENS["unk_token"], "the id of the unknown token")
     scores = _read_numbers(fields, _SCORES, "fiu", len(vocabulary.tokens))
