@@ -8,6 +8,7 @@ import unicodedata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
@@ -253,6 +254,19 @@ def unigram_metadata(size: int = 700, **changes: object) -> dict[str, Any]:
         "tokenizer.ggml.remove_extra_whitespaces": True,
         **changes,
     }
+
+
+def charsmap(replacement: bytes = b" \0", **changes: int) -> np.ndarray:
+    """A map of tabs and newlines to spaces; ``changes``: units of its trie."""
+    units = np.zeros(256, np.uint32)
+    units[0] = 16 << 10
+    for char in (9, 10):
+        units[16 ^ char] = 4 << 10 | 1 << 8 | char
+        units[16 ^ char ^ 4] = 1 << 31
+    for unit, value in changes.items():
+        units[int(unit[1:])] = value
+    data = np.uint32(units.nbytes).tobytes() + units.tobytes() + replacement
+    return np.frombuffer(data, np.uint8)
 
 
 class Reference:

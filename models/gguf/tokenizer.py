@@ -329,11 +329,7 @@ def _unigram(fields: Fields, vocabulary: _Vocabulary, special_ids: Mapping[str, 
     )
     steps: list[normalizers.Normalizer] = []
     if fields.raw(_CHARSMAP) is not None:
-        charsmap = _read_numbers(fields, _CHARSMAP, "iu")
-        try:
-            steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
-        except Exception as error:  # the library raises bare Exception
-            raise _wrong(fields, _CHARSMAP, "can't be read", f"a character map: {error}") from error
+        steps.append(normalizers.Precompiled(_read_charsmap(fields)))
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", False)
     if fields.flag("tokenizer.ggml.remove_extra_whitespaces", False):
         steps += [
@@ -345,3 +341,37 @@ def _unigram(fields: Fields, vocabulary: _Vocabulary, special_ids: Mapping[str, 
     backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", _SPACE)])
     backend.decoder = _sentencepiece_decoder(strip=prefix)
     return backend
+
+
+def _read_charsmap(fields: Fields) -> bytes:
+    """The character map: the size of a trie, the trie, and the replacements.
+
+    The library aborts at texts for which a damaged trie leads out of the map, so it is checked.
+    """
+    data = _read_numbers(fields, _CHARSMAP, "iu").astype(np.uint8)
+    error = _wrong(
+        fields, _CHARSMAP, "is damaged", "a map of characters as in sentencepiece models"
+    )
+    size = int(data[:4].view("<u4")[0]) if len(data) > 4 else 0
+    if not 1024 <= size <= len(data) - 4 or size % 1024:
+        raise error
+    units, replacements = data[4 : 4 + size].view("<u4").astype(np.int64), data[4 + size :]
+    try:
+        replacements.tobytes().decode()
+    except UnicodeDecodeError:
+        raise error from None
+    labels, values = units & (1 << 31 | 255), units & (1 << 31) - 1
+    children = np.arange(len(units)) ^ (units >> 10 << ((units & 1 << 9) >> 6))
+    seen = np.zeros(len(units), bool)
+    nodes, chars = np.array([0]), np.arange(1, 256)
+    while len(nodes):
+        seen[nodes] = True
+        if (children[nodes] >= len(units)).any():
+            raise error
+        leaves = values[children[nodes[(units[nodes] & 1 << 8) > 0]]]
+        if (leaves >= len(replacements)).any() or (replacements[leaves] & 0xC0 == 0x80).any():
+            raise error
+        found = children[nodes][:, None] ^ chars
+        found = np.unique(found[labels[found] == chars])
+        nodes = found[~seen[found]]
+    return data.tobytes()
