@@ -112,7 +112,7 @@ class ChatTemplates:
                 "add_generation_prompt=False"
             )
         final = _marked(plain["messages"]) if ending else ""
-        text = template or self._choose(name, tools=variables.get("tools") is not None)
+        text = template or self.choose(name, tools=variables.get("tools") is not None)
         scope = {"tools": None, "documents": None, **self._variables, **plain}
         if self._reads_parts(text, scope):
             scope["messages"] = [_parted(message) for message in scope["messages"]]
@@ -136,7 +136,12 @@ class ChatTemplates:
             self._in_parts[text] = not next(shown) and next(shown)
         return self._in_parts[text]
 
-    def _choose(self, name: str | None, *, tools: bool) -> str:
+    def choose(self, name: str | None = None, *, tools: bool = False) -> str:
+        """The text of the template that ``render`` uses.
+
+        Raises:
+          ValueError: if the checkpoint does not have it.
+        """
         if not self.texts:
             raise ValueError(f"{self._source}: this checkpoint has no chat template")
         if name is None:

@@ -15,7 +15,7 @@ MODULES = (
     "kvjax.generation", "kvjax.layouts", "kvjax.memory", "kvjax.models", "kvjax.operations",
     "kvjax.paging", "kvjax.policies", "kvjax.prefixes", "kvjax.rollouts",
     "kvjax.adapters.equinox", "kvjax.adapters.keras", "kvjax.adapters.keras_hub",
-    "kvjax.adapters.linen", "kvjax.adapters.nnx", "kvjax.adapters.tunix",
+    "kvjax.adapters.linen", "kvjax.adapters.lm_eval", "kvjax.adapters.nnx", "kvjax.adapters.tunix",
 )  # fmt: skip
 """The modules whose ``__all__`` is public."""
 
