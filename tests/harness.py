@@ -69,8 +69,8 @@ def questions(count: int) -> list[dict[str, Any]]:
 
 
 def write_tasks(folder: Path, count: int, *, texts: int, pages: int, new: int = 24) -> Path:
-    """Write the tasks and their data: ``count`` questions, of which ``texts`` are to be continued,
-    and ``pages`` documents."""
+    """Write the tasks and their data: ``count`` questions, of which all but one task use the first
+    ``texts`` alone, and ``pages`` documents."""
     asked = questions(count)
     documents = [
         {"page": (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")[:4000]}
@@ -82,16 +82,18 @@ def write_tasks(folder: Path, count: int, *, texts: int, pages: int, new: int = 
             f"{letter}. {choice}" for letter, choice in zip(letters, each["choices"], strict=True)
         )
         each["letters"] = list(letters)
-    for name, rows in (("choice", asked), ("text", asked[:texts]), ("rolling", documents)):
+    data = {"choice": asked, "few": asked[:texts], "rolling": documents}
+    for name, rows in data.items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
     plain = dict(text="{{question}}", choices="choices", data=folder / "choice.jsonl")
-    lettered = plain | dict(text="{{question}} {{listed}} Answer:", choices="letters")
+    few = plain | dict(data=folder / "few.jsonl")
+    lettered = few | dict(text="{{question}} {{listed}} Answer:", choices="letters")
     tasks = {
         "own_choice": CHOICE.format(name="own_choice", shots=0, **plain),
-        "own_shots": CHOICE.format(name="own_shots", shots=3, **plain),
+        "own_shots": CHOICE.format(name="own_shots", shots=3, **few),
         "own_letters": CHOICE.format(name="own_letters", shots=0, **lettered),
-        "own_text": TEXT.format(data=folder / "text.jsonl", new=new),
+        "own_text": TEXT.format(data=few["data"], new=new),
         "own_rolling": ROLLING.format(data=folder / "rolling.jsonl"),
     }
     for name, text in tasks.items():

@@ -24,6 +24,7 @@ from kvjax.generation.request import padded_width
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select
 from kvjax.placement.mesh import DATA
+from kvjax.policies.model_config import position_limit, same_rotary
 from kvjax.policies.presets import PolicyChoice
 from kvjax.sampling.scores import take_tokens
 
@@ -33,8 +34,10 @@ MIN_SHARED = 64
 """Common prefixes that are shorter than this are not looked for."""
 MAX_LOGITS = 2**26
 """The most logits that a call returns, rows times tokens times vocabulary."""
-_SMALLEST_WIDTH = 4
+_SMALLEST_WIDTH = 8
 """Calls for continuations have a power of two of tokens from here on."""
+_SMALLEST_CAPACITY = 256
+"""Caches hold a power of two of tokens from here on: each capacity compiles its own programs."""
 
 
 class Likelihood(NamedTuple):
@@ -157,7 +160,7 @@ class _Run(NamedTuple):
                 each[number] if number < n else () for each, n in zip(ends, counts, strict=True)
             ]
             tails += [()] * (rows - len(batch))
-            results, after = self._score_tails(cache, tails, donate=number == max(counts) - 1)
+            results, after = self._score_tails(cache, tails)
             for row, n in enumerate(counts):
                 if number < n:
                     logprobs[row][number] += results[row].logprob
@@ -170,9 +173,9 @@ class _Run(NamedTuple):
         self.callback(sum(map(len, ends)))
 
     def _score_tails(
-        self, cache: KVCache, continuations: list[TokenIds], *, donate: bool
+        self, cache: KVCache, continuations: list[TokenIds]
     ) -> tuple[list[Likelihood], KVCache]:
-        """Score the tokens of continuations after the first one."""
+        """Score the tokens of continuations after the first one; ``cache`` is not donated."""
         lm, rows = self.lm, len(continuations)
         logprobs, greedy = [0.0] * rows, [True] * rows
         fitting = max(MAX_LOGITS // (rows * lm.config.vocab_size), _SMALLEST_WIDTH)
@@ -182,7 +185,7 @@ class _Run(NamedTuple):
             size = min(chunk, _power_of_two(width - start))
             tokens, lengths = _pad([x[:-1][start : start + size] for x in continuations], size)
             targets, _ = _pad([x[1:][start : start + size] for x in continuations], size)
-            call = _donating_tails if donate or start else _keeping_tails
+            call = _donating_tails if start else _keeping_tails
             own, best, cache = call(lm.architecture, lm.params, tokens, targets, cache, lengths)
             own, best = fetch((own, best))
             for row, length in enumerate(lengths.tolist()):
@@ -206,8 +209,12 @@ class _Run(NamedTuple):
 
     def _empty(self, rows: int, contexts: list[TokenIds]) -> KVCache:
         """An empty cache that holds each of the contexts with its longest continuation."""
-        longest = max(map(self._length, contexts))
-        capacity = choose_capacity(self.lm.config, longest, 1, None, None, new="a target token, ")
+        longest, config = max(map(self._length, contexts)), self.lm.config
+        capacity = choose_capacity(config, longest, 1, None, None, new="a target token, ")
+        rounded = max(_SMALLEST_CAPACITY, 1 << (longest - 1).bit_length())
+        rounded = min(rounded, position_limit(config) or rounded)
+        if same_rotary(config, longest, rounded):
+            capacity = rounded
         return allocate(
             self.lm.config,
             self.policy,
