@@ -107,9 +107,10 @@ def evaluated(model: Any, folder: Path, tasks: list[str], **options: Any) -> dic
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    return simple_evaluate(
+    results: Any = simple_evaluate(
         model, tasks=tasks, task_manager=manager, log_samples=True, bootstrap_iters=0, **options
     )
+    return results
 
 
 def responses(results: dict[str, Any], task: str) -> list[Any]:

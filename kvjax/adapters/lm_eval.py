@@ -234,7 +234,7 @@ class KvjaxLM(TemplateLM):
         for (key, _, _), result in zip(requests, results, strict=True):
             if key is not None:  # windows of loglikelihood_rolling have none
                 self.cache_hook.add_partial("loglikelihood", key, tuple(result))
-        return [tuple(result) for result in results]
+        return [(result.logprob, result.greedy) for result in results]
 
     def _truncated(
         self, context: list[int], continuation: list[int]
@@ -352,7 +352,8 @@ class KvjaxLM(TemplateLM):
         for group in groups.values():
             for start in range(0, len(group), self._rows):
                 batch = group[start : start + self._rows]
-                settings = batch[0].settings | {"seed": [job.settings["seed"] for job in batch]}
+                settings: dict[str, Any] = dict(batch[0].settings)
+                settings["seed"] = [job.settings["seed"] for job in batch]
                 result = generate(
                     self.lm,
                     [job.tokens for job in batch],

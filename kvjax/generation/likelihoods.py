@@ -141,26 +141,24 @@ class _Run(NamedTuple):
 
     def _score_batch(self, batch: list[TokenIds], base: int, cache: KVCache | None) -> None:
         rows = self._row_count(len(batch))
-        if cache is None:
-            cache = self._empty(rows, batch)
-        else:
-            # Each device continues its own copy of the prefix.
-            cache = _select(cache, (np.arange(rows) * self.data // rows).astype(np.int32))
+        # Each device continues its own copy of the prefix.
+        copies = (np.arange(rows) * self.data // rows).astype(np.int32)
+        start = self._empty(rows, batch) if cache is None else _select(cache, copies)
         rest = [context[base:] for context in batch] + [()] * (rows - len(batch))
-        last, cache = self._append(cache, rest, donate=True)
+        last, start = self._append(start, rest, donate=True)
         # The n-th longest continuations of all contexts are processed together.
         ends = [sorted(self.scores[context], key=len, reverse=True) for context in batch]
         counts = [sum(len(end) > 1 for end in each) for each in ends]
         first, likeliest = fetch(_score_first(last, _first_tokens(ends, rows)))
         logprobs = [list(map(float, first[row, : len(each)])) for row, each in enumerate(ends)]
         greedy = [list(map(bool, likeliest[row, : len(each)])) for row, each in enumerate(ends)]
-        after = cache
+        after = start
         for number in range(max(counts)):
             tails = [
                 each[number] if number < n else () for each, n in zip(ends, counts, strict=True)
             ]
             tails += [()] * (rows - len(batch))
-            results, after = self._score_tails(cache, tails)
+            results, after = self._score_tails(start, tails)
             for row, n in enumerate(counts):
                 if number < n:
                     logprobs[row][number] += results[row].logprob
