@@ -4,6 +4,7 @@ of a GGUF file."""
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -51,6 +52,19 @@ def stored_file(checkpoint: Path) -> Path | None:
     """The GGUF file of a checkpoint that has one."""
     file = checkpoint / FILE
     return file if file.exists() else None
+
+
+def write_for_llama_cpp(checkpoint: Path, engines: Iterable[str], dtype: str) -> None:
+    """Write the checkpoint as a GGUF file of a dtype, if an engine is llama.cpp and it has none."""
+    if any(name.startswith("llama_cpp") for name in engines) and stored_file(checkpoint) is None:
+        from benchmarks.gguf_file import to_gguf
+
+        to_gguf(checkpoint, file_for_llama_cpp(checkpoint, dtype), dtype)
+
+
+def file_for_llama_cpp(checkpoint: Path, dtype: str) -> Path:
+    """The GGUF file that llama.cpp loads."""
+    return stored_file(checkpoint) or checkpoint / f"{dtype}.gguf"
 
 
 def convert_file(folder: Path, file: Path) -> Sizes:

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from benchmarks import peers, report
 from benchmarks.cells import ITEMSIZE, Settings, prompt_tokens, run_cell
-from benchmarks.checkpoint import TINY, Sizes, convert_file, write_checkpoint
+from benchmarks.checkpoint import TINY, Sizes, convert_file, write_checkpoint, write_for_llama_cpp
 from benchmarks.claims import all_claims
 from benchmarks.process import Worker
 
@@ -142,6 +142,7 @@ def run(options: argparse.Namespace, checkpoint: Path, console: Console) -> dict
         "capacity": [],
     }
     for dtype in dtypes:
+        write_for_llama_cpp(checkpoint, interpreters, dtype)
         with contextlib.ExitStack() as stack:
             workers = {
                 name: stack.enter_context(Worker(name, checkpoint, dtype, [interpreter]))

@@ -1,12 +1,11 @@
 """llama.cpp as a benchmark engine, on the same weights, and its logits of whole texts.
 
-Needs the packages ``gguf`` and ``llama-cpp-python``.
+Needs the package ``llama-cpp-python``; ``benchmarks.checkpoint`` writes the file that it loads.
 """
 
 from __future__ import annotations
 
 import ctypes
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ import numpy as np
 
 from benchmarks import memory
 from benchmarks.bandwidth import cores, cpu_name
-from benchmarks.checkpoint import stored_file
-from benchmarks.gguf_file import to_gguf
+from benchmarks.checkpoint import file_for_llama_cpp
 
 CACHE_TYPES = {
     "f32": llama_cpp.GGML_TYPE_F32,
@@ -74,12 +72,8 @@ class LlamaCppEngine:
         params = llama_cpp.llama_model_default_params()
         # Weights in this process's own memory, as the other engines have them.
         params.use_mmap = False
-        with tempfile.TemporaryDirectory() as folder:
-            file = stored_file(Path(checkpoint))
-            if file is None:
-                file = Path(folder) / "model.gguf"
-                to_gguf(Path(checkpoint), file, dtype)
-            found: Any = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
+        file = file_for_llama_cpp(Path(checkpoint), dtype)
+        found: Any = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         if not found:
             raise RuntimeError("llama.cpp could not load the model")
         self.model = found

@@ -39,7 +39,7 @@ NEEDS = {
     "transformers-static-compile": (
         "import torch, transformers; torch.compile(lambda x: x.sin() + 1)(torch.ones(64))"
     ),
-    "llama_cpp": "import gguf, llama_cpp",
+    "llama_cpp": "import llama_cpp",
     "openvino": "import openvino",
     "mlx": "import mlx_lm",
 }

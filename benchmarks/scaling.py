@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import cells, peers
 from benchmarks.agreement import check_greedy, check_logits
-from benchmarks.checkpoint import TINY, Sizes, write_checkpoint
+from benchmarks.checkpoint import TINY, Sizes, write_checkpoint, write_for_llama_cpp
 from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
 from benchmarks.process import Worker
@@ -84,6 +84,7 @@ def run(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), sizes, settings.seed)
         for dtype in given.dtypes.split(","):
+            write_for_llama_cpp(Path(folder), interpreters, dtype)
             with contextlib.ExitStack() as stack:
                 workers = {
                     name: stack.enter_context(Worker(name, Path(folder), dtype, [interpreter]))

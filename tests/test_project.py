@@ -271,7 +271,13 @@ def test_models_are_imported_by_one_name(path):
 def test_only_declared_packages_are_imported():
     extras = PROJECT["optional-dependencies"]
     declared = PROJECT["dependencies"] + extras["plots"] + extras["serve"] + extras["guided"]
-    declared += extras["adapters"] + extras["keras-hub"] + extras["tunix"] + extras["lm-eval"]
+    declared += (
+        extras["gguf"]
+        + extras["adapters"]
+        + extras["keras-hub"]
+        + extras["tunix"]
+        + extras["lm-eval"]
+    )
     distributions = {re.split(r"[\[<>=~!; ]", d)[0] for d in declared}
     modules = {name.replace("-", "_") for name in distributions}
     modules |= {"tunix"}  # of google-tunix
@@ -286,6 +292,7 @@ def test_kvjax_alone_imports_nothing_of_training_plots_or_the_command_line():
     late = {
         "equinox",
         "flax",
+        "gguf",
         "keras",
         "keras_hub",
         "huggingface_hub",
