@@ -27,7 +27,7 @@ import kvjax
 from benchmarks import retrieval_report as report
 from benchmarks.bandwidth import cpu_name
 from benchmarks.decode import default_folder
-from benchmarks.retrieval_scores import score_item
+from benchmarks.retrieval_scores import FULL, score_item
 from benchmarks.retrieval_tasks import DISTRACTORS, TASKS, Item, make_item
 from kvjax import models
 from kvjax.generation.loaded_model import LanguageModel
@@ -37,18 +37,16 @@ from kvjax.quality.evaluation import cache_bytes
 
 LENGTHS, ITEMS = "1024,2048,4096,8192", "20,12,6,3"
 POLICIES = "raw,8,4,3,2,sinks,hybrid"
-SINKS = 4
+SEEN, SINKS = 512, 4
+"""Tokens that a query sees in the ring with sinks, and the first tokens among them."""
 
 
-def policy_of(name: str, length: int) -> PolicyChoice:
-    """A policy from the command line: ``raw``, bits, ``sinks``, or as ``kvjax eval`` has it.
-
-    ``sinks`` is a ring with a quarter of the length, so its bytes are near those of 4 bits.
-    """
+def policy_of(name: str) -> PolicyChoice:
+    """A policy from the command line: ``raw``, bits, ``sinks``, or as ``kvjax eval`` has it."""
     if name == "raw":
-        return kvjax.policy("static")
+        return FULL
     if name == "sinks":
-        return kvjax.policy("sliding_window", window=length // 4 - SINKS, sinks=SINKS)
+        return kvjax.policy("sliding_window", window=SEEN - SINKS, sinks=SINKS)
     return parse_policy(f"bits={name}" if name.isdigit() else name)
 
 
@@ -127,10 +125,17 @@ class Cell:
 
 
 def run_cell(
-    lm: LanguageModel, cell: Cell, policies: Sequence[str], items: int, prefill: str, prose: str
+    lm: LanguageModel,
+    cell: Cell,
+    policies: Sequence[str],
+    items: int,
+    *,
+    prefill: str,
+    prose: str,
+    capacity: int,
 ) -> None:
     """Score a cell's items with the policies that its file does not have yet."""
-    chosen = {name: policy_of(name, cell.length) for name in policies}
+    chosen = {name: policy_of(name) for name in policies}
     for number in range(items):
         item = make_item(
             cell.task, lm.tokenizer, length=cell.length, seed=number, depth=depth_of(number),
@@ -141,7 +146,7 @@ def run_cell(
         if not missing:
             continue
         start, used = time.perf_counter(), time.process_time()
-        scores = score_item(lm, item, missing, prefill=prefill)
+        scores = score_item(lm, item, missing, prefill=prefill, capacity=capacity)
         entry["scores"] |= {name: asdict(score) for name, score in scores.items()}
         cell.save()
         print(
@@ -206,18 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "distractors": DISTRACTORS,
     }  # fmt: skip
     out = given.out or default_folder(results) / f"retrieval-{name.lower()}"
-    config = lm.config
-    same = [
-        policy
-        for policy in given.policies[1:]
-        if all(
-            per_layer(policy_of(policy, n), config) == per_layer("static", config)
-            for n in given.lengths
-        )
-    ]
+    raw = per_layer(FULL, lm.config)
+    same = [x for x in given.policies[1:] if per_layer(policy_of(x), lm.config) == raw]
     results["same_as_raw"] = same
     results["bytes"] = {
-        policy: [row_bytes(lm, policy_of(policy, length), length) for length in given.lengths]
+        policy: [row_bytes(lm, policy_of(policy), length) for length in given.lengths]
         for policy in given.policies
     }
     shared = ("model", "dtype", "prefill", "distractors", "chat_template")
@@ -229,7 +227,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     distinct = [policy for policy in given.policies if policy not in same]
     for cell, items in cells:
-        run_cell(lm, cell, distinct, items, given.prefill, prose)
+        run_cell(
+            lm, cell, distinct, items, prefill=given.prefill, prose=prose,
+            capacity=max(given.lengths),
+        )  # fmt: skip
     results["cells"] = [
         report.summary(cell.task, cell.length, cell.items[:items], distinct)
         for cell, items in cells

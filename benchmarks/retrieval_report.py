@@ -120,8 +120,8 @@ def markdown(results: dict[str, Any]) -> str:
             "",
             f"RULER's tasks with {results['parameters']}, {versions}, {results['created']}; "
             f"prompts in {prompts}. {prefill} Tokens: the most tokens of the prompt and the new "
-            "tokens. raw: full precision; a number: bits; sinks: a ring with as many slots as a "
-            "quarter of the tokens, the first 4 of them kept. Intervals are 95 % intervals. "
+            "tokens. raw: full precision; a number: bits; sinks: a ring in which a query "
+            "sees the first 4 and the last 508 tokens. Intervals are 95 % intervals. "
             + " ".join(same),
             "",
             f"**{AT_CHANCE}**: the raw cache's likelihood interval contains the chance of guessing "

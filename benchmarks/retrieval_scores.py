@@ -18,8 +18,10 @@ from kvjax.core.pytree import tree_bytes
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
 
-CONTEXT_CHUNK, QUESTION_CHUNK, CANDIDATE_CHUNK = 512, 64, 16
-"""Tokens per call, so that prompts of all lengths share programs: the last call is padded."""
+CONTEXT_CHUNK, CHUNK = 512, 16
+"""Tokens per call: of the context, and of what follows. The last call is padded, so that all items
+of a length share a policy's programs."""
+FULL = kvjax.policy("static")
 FORK_BYTES = 4 << 30
 """The most bytes of the forks that candidates are scored on together."""
 
@@ -49,6 +51,7 @@ def score_item(
     policies: Mapping[str, PolicyChoice],
     *,
     prefill: str = "exact",
+    capacity: int | None = None,
 ) -> dict[str, Score]:
     """Score an item with several policies.
 
@@ -59,24 +62,27 @@ def score_item(
       prefill: ``"exact"``: the context is prefilled once with a full-precision cache, which is then
         converted to each policy; what follows the context is processed with the converted cache.
         ``"policy"``: each policy also prefills the context.
+      capacity: tokens that caches other than full-precision ones can hold; by default the item's
+        length. With one capacity, items of all lengths share compiled programs. A full-precision
+        cache always has the item's length, because forks copy it.
 
     Raises:
       ValueError: if ``prefill`` is neither of these, or a cache overflows.
     """
     if prefill not in ("exact", "policy"):
         raise ValueError(f"prefill={prefill!r}: use 'exact' or 'policy'")
-    context, capacity = item.context_ids, item.length
-    scores, exact = {}, None
+    context, scores, exact = item.context_ids, {}, None
     for name, policy in policies.items():
+        size = item.length if policy == FULL else capacity or item.length
         if prefill == "policy":
-            cache = kvjax.init_cache(lm.config, policy, batch=1, max_len=capacity)
+            cache = kvjax.init_cache(lm.config, policy, batch=1, max_len=size)
             cache = extend(lm, cache, context, CONTEXT_CHUNK)
         else:
             if exact is None:
-                exact = kvjax.init_cache(lm.config, "static", batch=1, max_len=capacity)
+                exact = kvjax.init_cache(lm.config, FULL, batch=1, max_len=item.length)
                 exact = extend(lm, exact, context, CONTEXT_CHUNK)
             # Forked because calls donate it, and a converted cache shares arrays with the other.
-            cache = kvjax.fork(kvjax.convert(exact, policy, max_len=capacity))
+            cache = kvjax.fork(kvjax.convert(exact, policy, max_len=size))
         scores[name] = score_after_context(lm, item, cache)
     return scores
 
@@ -84,13 +90,13 @@ def score_item(
 def score_after_context(lm: LanguageModel, item: Item, cache: kvjax.KVCache) -> Score:
     """Score an item on a cache that holds its context; the cache may be donated."""
     *question, last = item.question_ids
-    cache = extend(lm, cache, question, QUESTION_CHUNK)
+    cache = extend(lm, cache, question, CHUNK)
     result = kvjax.generate(lm, [[last]], cache=kvjax.fork(cache), max_new_tokens=item.new_tokens)
     text = result.text[0]
     right, logprobs, margins = [], [], []
     for step in item.steps:
         if step.lead:
-            cache = extend(lm, cache, [last, *step.lead[:-1]], CANDIDATE_CHUNK)
+            cache = extend(lm, cache, [last, *step.lead[:-1]], CHUNK)
             last = step.lead[-1]
         answer, *others = candidate_logprobs(lm, cache, last, step.candidates)
         right.append(bool(answer > max(others)))
@@ -118,7 +124,7 @@ def candidate_logprobs(
     """
     fits = FORK_BYTES // max(tree_bytes(cache), 1)
     rows = next((n for n in (9, 3) if n <= fits), 1)
-    width = -(-max(map(len, candidates)) // CANDIDATE_CHUNK) * CANDIDATE_CHUNK
+    width = -(-max(map(len, candidates)) // CHUNK) * CHUNK
     totals = []
     for start in range(0, len(candidates), rows):
         part = candidates[start : start + rows]
@@ -127,10 +133,16 @@ def candidate_logprobs(
         for row, ids in enumerate(part):
             inputs[row, : len(ids)] = [last, *ids[:-1]]
             targets[row, : len(ids)] = ids
-        forks = kvjax.repeat(cache, len(part))
-        total, forks = _score(lm.architecture, lm.params, inputs, targets, forks, lengths)
+        forks, total = kvjax.repeat(cache, len(part)), np.zeros(len(part), np.float32)
+        for at in range(0, width, CHUNK):
+            columns = np.s_[:, at : at + CHUNK]
+            real = np.clip(lengths - at, 0, CHUNK).astype(np.int32)
+            new, forks = _score(
+                lm.architecture, lm.params, inputs[columns], targets[columns], forks, real
+            )
+            total += np.asarray(new)
         kvjax.check(forks)
-        totals.append(np.asarray(total))
+        totals.append(total)
     return np.concatenate(totals)
 
 

@@ -251,7 +251,8 @@ def test_an_exact_prefill_is_that_of_the_policy(lm):
 @pytest.mark.slow
 def test_a_ring_loses_what_it_overwrote(lm):
     """The answer's likelihood falls if its needle left the ring, and not if it is in it."""
-    policies = {"raw": kvjax.policy("static"), "sinks": retrieval.policy_of("sinks", LENGTH)}
+    ring = kvjax.policy("sliding_window", window=124, sinks=4)
+    policies = {"raw": kvjax.policy("static"), "sinks": ring}
     changes = []
     for depth in (0.2, 1.0):
         item = make_item("single, words", lm.tokenizer, length=LENGTH, depth=depth, prose=PROSE)
@@ -267,10 +268,10 @@ def test_intervals():
 
 
 def test_policies_of_the_command_line():
-    assert retrieval.policy_of("raw", 1024) == kvjax.policy("static")
-    assert retrieval.policy_of("3", 1024) == kvjax.policy(bits=3)
-    assert retrieval.policy_of("sinks", 1024).layout.window == 252
-    assert retrieval.policy_of("bits=4,recent=0", 1024) == kvjax.policy(bits=4, recent=0)
+    assert retrieval.policy_of("raw") == kvjax.policy("static")
+    assert retrieval.policy_of("3") == kvjax.policy(bits=3)
+    assert retrieval.policy_of("sinks").layout.window == 508
+    assert retrieval.policy_of("bits=4,recent=0") == kvjax.policy(bits=4, recent=0)
     depths = [retrieval.depth_of(n) for n in range(7)]
     assert depths[:3] == [0.5, 0.25, 0.75] and sorted(depths) == [n / 8 for n in range(1, 8)]
 
