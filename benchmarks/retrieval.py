@@ -226,17 +226,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task in given.tasks
     ]
     distinct = [policy for policy in given.policies if policy not in same]
+    results |= {"created": time.strftime("%Y-%m-%d"), "missing": len(cells), "cells": []}
     for cell, items in cells:
         run_cell(
             lm, cell, distinct, items, prefill=given.prefill, prose=prose,
             capacity=max(given.lengths),
         )  # fmt: skip
-    results["cells"] = [
-        report.summary(cell.task, cell.length, cell.items[:items], distinct)
-        for cell, items in cells
-    ]
-    results["created"] = time.strftime("%Y-%m-%d")
-    report.write(results, out)
+        summary = report.summary(cell.task, cell.length, cell.items[:items], distinct)
+        results["cells"].append(summary)
+        results["missing"] -= 1
+        report.write(results, out)
     print((out / "retrieval.md").read_text(encoding="utf-8"))
     return 0
 

@@ -113,6 +113,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"{name} is the raw cache for this model, which has no layers with a window."
         for name in results["same_as_raw"]
     ]
+    if results["missing"]:
+        same.append(f"{results['missing']} cells are missing.")
     prompts = "its chat template" if results["chat_template"] else "plain text"
     return "\n".join(
         [

@@ -289,7 +289,8 @@ def test_cells_where_the_raw_cache_guesses_say_so():
         "model": "m", "device": "d", "versions": {}, "parameters": "p", "created": "today",
         "prefill": "exact", "policies": ["raw", "4", "hybrid"], "same_as_raw": ["hybrid"],
         "dtype": "float32", "lengths": [1024], "bytes": {"raw": [2.0], "4": [0.28]},
-        "chat_template": False, "distractors": 8, "cells": [cell([True, True])],
+        "chat_template": False, "distractors": 8, "missing": 0,
+        "cells": [cell([True, True])],
     }  # fmt: skip
     text = markdown(results)
     likelihood, greedy, _, size = text.split("\n## ")[1:]
