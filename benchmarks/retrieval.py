@@ -15,6 +15,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -175,7 +176,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--prose", type=Path, nargs="*", help="text files for haystacks")
     parser.add_argument("--out", type=Path, help="default: named after device and model")
+    parser.add_argument("--quick", action="store_true", help="one item of 512 tokens: a trial run")
     given = parser.parse_args(arguments)
+    if given.quick:
+        given.lengths, given.items = "512", "1"
     given.tasks = [x.strip() for x in given.tasks.split(";")] if given.tasks else list(TASKS)
     given.lengths = [int(x) for x in given.lengths.split(",")]
     names = given.policies.split(";" if ";" in given.policies else ",")
@@ -211,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "distractors": DISTRACTORS,
     }  # fmt: skip
     out = given.out or default_folder(results) / f"retrieval-{name.lower()}"
+    if given.quick and given.out is None:
+        out = Path(tempfile.mkdtemp())
     raw = per_layer(FULL, lm.config)
     same = [x for x in given.policies[1:] if per_layer(policy_of(x), lm.config) == raw]
     results["same_as_raw"] = same
