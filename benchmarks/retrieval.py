@@ -176,10 +176,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--prose", type=Path, nargs="*", help="text files for haystacks")
     parser.add_argument("--out", type=Path, help="default: named after device and model")
-    parser.add_argument("--quick", action="store_true", help="one item of 512 tokens: a trial run")
+    parser.add_argument("--quick", action="store_true", help="one item of 768 tokens: a trial run")
     given = parser.parse_args(arguments)
     if given.quick:
-        given.lengths, given.items = "512", "1"
+        given.lengths, given.items = "768", "1"
     given.tasks = [x.strip() for x in given.tasks.split(";")] if given.tasks else list(TASKS)
     given.lengths = [int(x) for x in given.lengths.split(",")]
     names = given.policies.split(";" if ";" in given.policies else ",")

@@ -196,6 +196,17 @@ def test_a_full_growing_cache_says_so():
         kvjax.check(fill(cache, 1))
 
 
+def test_dense_becomes_a_ring_whose_window_is_longer_than_its_rows():
+    dense = fill(kvjax.init_cache(CONFIG, batch=2, max_len=40), 30)
+    ring = kvjax.convert(dense, kvjax.CachePolicy(Ring(64, sinks=2)), max_len=40)
+    assert ring.layers[1].policy.layout.slots == 40
+    assert content(ring, 1) == content(dense, 1)
+    assert np.asarray(kvjax.rewindable(ring)).tolist() == [30, 30]
+    lossy = kvjax.convert(fill(dense, 1), kvjax.CachePolicy(Ring(8, sinks=2, slack=3)))
+    with pytest.raises(ValueError, match="lost tokens of row 0"):
+        kvjax.convert(lossy, kvjax.CachePolicy(Ring(64, sinks=2)), max_len=40)
+
+
 @pytest.mark.rare
 def test_dense_becomes_a_ring_and_a_ring_a_dense_that_it_can_be():
     dense = fill(kvjax.init_cache(CONFIG, batch=2, max_len=40), 30)

@@ -210,7 +210,7 @@ def test_candidates_are_scored_as_without_a_cache(lm):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["single, numbers", "multi-value", "variable tracking"])
 def test_likelihood_equals_an_uncached_pass(lm, name):
-    lm, item = first_layers(lm, 1), make_item(name, lm.tokenizer, length=512, prose=PROSE)
+    lm, item = first_layers(lm, 1), make_item(name, lm.tokenizer, length=768, prose=PROSE)
     score = score_item(lm, item, {"raw": kvjax.policy("static")})["raw"]
     rows, before = [], list(item.prompt_ids)
     for step in item.steps:
@@ -235,6 +235,7 @@ def test_the_text_is_that_of_the_whole_prompt(lm):
 @pytest.mark.slow
 def test_an_exact_prefill_is_that_of_the_policy(lm):
     """Converting a raw cache gives the scores of ``prefill="exact"`` in one call."""
+    lm = first_layers(lm, 2)
     item = make_item("single, numbers", lm.tokenizer, length=LENGTH, prose=PROSE)
     policy = kvjax.policy(bits=2, prefill="exact")
     converted = score_item(lm, item, {"2": kvjax.policy(bits=2)})["2"]
@@ -302,10 +303,12 @@ def test_cells_where_the_raw_cache_guesses_say_so():
 
 
 @pytest.mark.slow
-def test_the_benchmark_continues_where_it_stopped(tmp_path, capsys, monkeypatch):
+def test_the_benchmark_continues_where_it_stopped(lm, tmp_path, capsys, monkeypatch):
     prose = tmp_path / "prose.txt"
     prose.write_text(PROSE, encoding="utf-8")
-    options = ["--tasks", "single, numbers; multi-value", "--lengths", "256", "--out"]
+    small = first_layers(lm, 1)
+    monkeypatch.setattr(retrieval.models, "load", lambda *_, **__: small)
+    options = ["--tasks", "single, numbers; multi-value", "--lengths", "384", "--out"]
     options += [str(tmp_path / "out"), "--prose", str(prose), "--items"]
     assert retrieval.main([*options, "1", "--policies", "raw,4,hybrid"]) == 0
     first = json.loads((tmp_path / "out" / "retrieval.json").read_text(encoding="utf-8"))
@@ -325,7 +328,7 @@ def test_the_benchmark_continues_where_it_stopped(tmp_path, capsys, monkeypatch)
     second = json.loads((tmp_path / "out" / "retrieval.json").read_text(encoding="utf-8"))
     old, new = (found["cells"][0]["items"][0]["scores"]["4"] for found in (first, second))
     assert old == new
-    assert "| multi-value | 256 | 2 | " in capsys.readouterr().out
+    assert "| multi-value | 384 | 2 | " in capsys.readouterr().out
     assert (tmp_path / "out" / "retrieval.png").read_bytes().startswith(b"\x89PNG")
     prose.write_text(PROSE.replace("cache", "store"), encoding="utf-8")
     with pytest.raises(ValueError, match="scores of other prompts"):

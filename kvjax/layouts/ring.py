@@ -204,7 +204,9 @@ class Ring(Layout):
         newest = jnp.max(jnp.where(missing, positions, -1), axis=1)
         written = jnp.where(newest < 0, length, newest + self._ring + 1)
         in_sinks = jnp.any(missing & (positions < self.sinks), axis=1)
-        return written, in_sinks | (written > length + self._ring - (self.window or 1))
+        # A ring that `max_len` makes smaller than its window needs all tokens, and may have them.
+        in_window = (newest >= 0) & (written > length + self._ring - (self.window or 1))
+        return written, in_sinks | in_window
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         """Return how many tokens can be rewound. While no slot has been overwritten, all tokens can
