@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -21,11 +22,12 @@ from kvjax.generation.encoder import refuse_encoder
 from kvjax.generation.loaded_model import LanguageModel
 from kvjax.generation.model import Model, check_model, choose_capacity
 from kvjax.generation.request import padded_width
+from kvjax.layouts import unpaged_layout
 from kvjax.memory.planning import PREFILL_CHUNK
 from kvjax.operations.rows import select
 from kvjax.placement.mesh import DATA
 from kvjax.policies.model_config import position_limit, same_rotary
-from kvjax.policies.presets import PolicyChoice
+from kvjax.policies.presets import Auto, PolicyChoice, per_layer, policy
 from kvjax.sampling.scores import take_tokens
 
 TokenIds = tuple[int, ...]
@@ -71,7 +73,7 @@ def likelihoods(
     Args:
       lm: the model.
       pairs: the token ids of a context and of its continuation, both at least one token.
-      cache: a policy, or its name.
+      cache: a policy, or its name. Paged layers are used without pages.
       rows: contexts that are computed together; on a mesh, rounded up to a multiple of ``data``.
       prefill_chunk: the most tokens of a row that are processed together.
       callback: called with the number of continuations that are done since the last call.
@@ -94,7 +96,7 @@ def likelihoods(
     data = 1 if lm.mesh is None else lm.mesh.shape.get(DATA, 1)
     run = _Run(
         lm,
-        cache,
+        _without_pages(lm, cache),
         scores,
         data,
         -(-as_int("rows", rows, 1) // data) * data,
@@ -231,6 +233,15 @@ class _Run(NamedTuple):
         programs."""
         few = -(-self.rows // (4 * self.data)) * self.data
         return few if contexts <= few else self.rows
+
+
+def _without_pages(lm: LanguageModel, choice: PolicyChoice) -> PolicyChoice:
+    """The policy, with the layouts in its pages: all rows end together, so pages save nothing."""
+    choice = policy(choice) if isinstance(choice, str) else choice
+    if isinstance(choice, Auto):
+        return choice
+    layers = per_layer(choice, lm.config)
+    return [replace(each, layout=unpaged_layout(each.layout)) for each in layers]
 
 
 def _groups(contexts: list[TokenIds], least: int) -> Iterator[list[TokenIds]]:
