@@ -360,3 +360,17 @@ def test_wrong_moves_are_refused():
         kvjax.concatenate([cache, filled("dense")])
     with pytest.raises(ValueError, match="3 rows can't be divided among data=2"):
         kvjax.select(cache, [0, 1, 2])
+
+
+@pytest.mark.slow
+def test_more_rows_are_selected_of_pages_on_a_mesh(tiny_llama):
+    """Each device's pool grows with its rows."""
+    lm = tiny_llama.on(kvjax.make_mesh(data=2))
+    policy = kvjax.policy("paged", page_size=16)
+    cache = kvjax.init_cache(lm.config, policy, batch=2, max_len=64, mesh=lm.mesh)
+    tokens = np.random.default_rng(0).integers(1, 200, (2, 40)).astype(np.int32)
+    _, cache = lm.apply(lm.params, tokens, cache)
+    for select in (kvjax.select, jax.jit(kvjax.select)):
+        selected = select(cache, np.array([0, 0, 1, 1, 0, 1], np.int32))
+        kvjax.check(selected)
+        assert np.asarray(selected.length).tolist() == [40] * 6

@@ -73,7 +73,7 @@ def select(cache: KVCache, rows: Sequence[int] | Array) -> KVCache:
     missing = (index < 0) | (index >= cache.batch)
     if cache.pools and cache.mesh_sharding is not None and cache.mesh_sharding.rows > 1:
         # Each device has its own pool, and rows may move to a different device.
-        policies = [layer.policy for layer in cache.layers]
+        policies = [layer.policy.with_pool(index.shape[0]) for layer in cache.layers]
         selected = with_policies(_select(without_pages(cache), index), policies)
     else:
         selected = _select(cache, index)
