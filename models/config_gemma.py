@@ -47,7 +47,8 @@ class Gemma3nConfig(SharingConfig):
     """The text part of Gemma 3n.
 
     Attributes:
-      activation_sparsity_pattern: for each layer, the fraction of gates that it sets to zero.
+      activation_sparsity_pattern: for each layer, the fraction of its feed-forward gates that are
+        set to zero.
       altup_num_inputs: the number of parallel hidden states (AltUp).
       altup_active_idx: the index of the hidden state on which layers compute.
       altup_correct_scale: whether the corrected active state is scaled.

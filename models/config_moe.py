@@ -35,7 +35,7 @@ class MoeConfig(DecoderConfig):
 
 @dataclass(frozen=True)
 class MixtralConfig(MoeConfig):
-    """A Mixtral model, whose files name tensors differently.
+    """A Mixtral model, whose files name tensors differently from other models with experts.
 
     Example:
       ```python

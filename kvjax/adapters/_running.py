@@ -74,8 +74,8 @@ def running(
             logits = model(tokens)      # its layers have this module's attention
         return logits, call.done()
 
-    The layers must be traced together with the call. They must not be inside another scan,
-    ``remat`` or ``jit``, because the updated cache can't leave it. Models with such layers pass a
+    Call the layers directly inside the ``with`` block, not inside a ``scan``, ``remat`` or ``jit``
+    that begins there, because the updated cache could not leave it. Models with such layers pass a
     ``kvjax.attention.Step`` from layer to layer instead.
 
     Example:

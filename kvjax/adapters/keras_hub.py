@@ -28,8 +28,8 @@ def as_language_model(model: Model, **options: Any) -> LanguageModel:
     """Turn a ``keras_hub`` ``CausalLM`` into a model for ``kvjax.generate`` and other functions.
 
     Args:
-      model: a model of a family whose attention uses KerasHub's serving context: Llama, Mistral,
-        Qwen 2 and 3, Gemma to Gemma 3 and others, from KerasHub 0.32 on.
+      model: a model whose attention layers support KerasHub's vLLM bridge (KerasHub 0.32 and
+        later): Llama, Mistral, Qwen 2 and 3, Gemma 1 to 3 and others.
       options: ``tokenizer`` (by default the model's own, if it has one), ``eos_token_ids`` and
         other options of ``kvjax.language_model``.
 

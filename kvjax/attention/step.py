@@ -20,7 +20,7 @@ from kvjax.core.validation import ArgumentError, as_int
 
 @pytree_dataclass
 class Step:
-    """One call of a model in progress. Create it with ``step``.
+    """A call (forward pass) of a model in progress. Create it with ``step``.
 
     ``cache`` is the cache, to which earlier layers have already appended keys and values. It is
     None in a pass without a cache. ``new`` is the number of tokens per row.
@@ -93,13 +93,13 @@ class Step:
 
     @automatic_axes
     def done(self) -> KVCache | None:
-        """End the step.
+        """End the call.
 
         Returns:
           The cache, whose lengths include the new tokens; None without a cache.
 
         Raises:
-          ValueError: if the keys and values of a layer are missing.
+          ValueError: if no keys and values were appended to a layer.
         """
         return None if self.cache is None else advance(self.cache, self.new)
 
@@ -121,7 +121,7 @@ def _between_layers(cache: KVCache) -> KVCache:
 
 @automatic_axes
 def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = None) -> Step:
-    """Begin one call of a model. Pass the result from layer to layer::
+    """Begin one call (forward pass) of a model. Pass the result from layer to layer::
 
         call = kvjax.step(cache, tokens, lengths=lengths)
         output, call = call.attend(layer, queries, keys, values, rotary=table)

@@ -55,7 +55,9 @@ from kvjax.sampling.params import SamplingKeywords, prepare_sampling
 
 @dataclass(frozen=True)
 class Split:
-    """Milliseconds of the parts of a step, and of ``overhead``, which is not a part of it.
+    """Milliseconds of the parts of a step. ``weights`` is a step after a single token, and
+    ``attention`` and ``sampling`` are what the prompt's length and the choice of a token add.
+    ``overhead``, which is not a part of the step, is what it costs to dispatch steps one by one.
 
     Example:
       ```python
@@ -79,13 +81,13 @@ class Cell:
       prompt: number of prompt tokens per row.
       policy: name of the policy.
       steps: number of steps per run.
-      ms: median milliseconds of a step, for all rows.
+      ms: median milliseconds of a step, which decodes one token in every row.
       ms_per_run: milliseconds of a step in each run.
       tokens_per_second: tokens of all rows per second.
       weight_bytes, cache_bytes: bytes of weights and of the cache that a step must read.
       bandwidth: bytes per second that steps read, of weights and cache together.
       bandwidth_fraction: ``bandwidth`` divided by the device's read bandwidth.
-      split: the parts of a step.
+      split: the milliseconds that weights, attention and sampling add to a step.
       prefill_ms: milliseconds to prefill the prompts of all rows; None if not measured.
       prefill_tokens_per_second: prompt tokens of all rows per second; None if not measured.
       capacity: tokens per row of the cache.
@@ -131,8 +133,8 @@ class Bench:
       bandwidth: the device's memory bandwidth, in bytes per second.
       cells: one result for each combination of batch size, prompt length and policy.
       skipped: one sentence for each prompt length that is too long for the model.
-      peak_bytes: peak memory use since the process started, with two caches per policy, or None if
-        unknown.
+      peak_bytes: peak memory use since the process started, or None if unknown. The measurement
+        holds two caches per policy.
       peak_source: where ``peak_bytes`` was counted: ``"device"`` or ``"process"``.
 
     Example:
@@ -181,12 +183,13 @@ def measure(
       prefill: whether to time prefill.
       bandwidth: the device's bandwidth; by default it is measured after everything else.
       callback: a function that is called with a line of text before each batch size and prompt
-      length.
+        length.
       {sampling parameters}
 
     Raises:
       ValueError: if ``policies`` is empty, a number is out of range, all prompts are too long for
-        the model, or a ring has no slack to rewind a step.
+        the model, or a ring has no slack (slots in addition to its window), so that a step can't be
+        rewound.
       NonFiniteError: if the model returns logits that are not finite.
 
     Example:

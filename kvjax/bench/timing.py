@@ -42,7 +42,7 @@ class Bandwidth:
     """Memory bandwidth in bytes per second.
 
     Attributes:
-      read: bandwidth of the fastest reduction.
+      read: bandwidth of the fastest reduction, which only reads.
       copy: bandwidth of the fastest copy, counting bytes read and written.
       methods: the bandwidth of every method, by name.
       array_bytes: size of the array in bytes.

@@ -56,15 +56,15 @@ def append(
     rotary: RotaryTable | None = None,
     lengths: Counts | None = None,
 ) -> KVCache:
-    """Write the new keys and values of a layer after the tokens of each row.
+    """Write the new keys and values of a layer after the tokens that each row already has.
 
     The lengths of the rows do not change. ``advance``, called after all layers, adds the tokens to
     them.
 
     Args:
       cache: the cache. Donate it to write in place.
-      layer: the index of the layer. For a stacked cache it may be traced. If there are several
-        stacks, it is then a pair: the index of the stack and the index of the layer in it.
+      layer: the index of the layer. For a stacked cache it may be traced. With several stacks, a
+        traced index is a pair: the index of the stack, and the index of the layer in it.
       keys, values: [batch, kv_heads, new, head_dim]; keys unrotated.
       rotary: the layer's rotary table, or None for keys without rotary positions.
       lengths: int32[batch], how many of the ``new`` tokens of each row are real. The others are
@@ -127,13 +127,13 @@ def append(
 
 @automatic_axes
 def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
-    """End a call: add the appended tokens to the length of each row.
+    """End a call (one forward pass): add the appended tokens to the length of each row.
 
     Args:
       cache: the cache, after ``append`` for every layer.
       new: the number of tokens per row in this call, including padding.
-      lengths: int32[batch], how many of them are real; by default the lengths that ``append``
-        received.
+      lengths: int32[batch], how many of the ``new`` tokens of each row are real; by default the
+        lengths that ``append`` received.
 
     Returns:
       The cache with increased lengths. Rows in which the tokens did not fit keep their length. Rows
@@ -141,7 +141,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 
     Raises:
       ValueError: if ``new`` is not the number of tokens that were appended, nothing was appended to
-        a layer, or ``lengths`` is wrong as in ``append``.
+        a layer, or ``lengths`` is invalid for a reason that ``append`` gives.
 
     Example:
       ```python

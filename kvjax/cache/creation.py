@@ -65,7 +65,9 @@ def init_cache(
       config: the model's config, from kvjax, from Transformers or your own. It must have
         ``num_hidden_layers``, ``num_key_value_heads`` and ``head_dim``, and also ``dtype`` unless
         the policy sets it. If present, ``position_limit`` (the number of positions that the model
-        supports) and the attributes for windows and shared layers are used as well.
+        supports) and the attributes for windows (``windows``, or ``layer_types`` and
+        ``sliding_window``) and for shared layers (``cache_sources`` or ``num_kv_shared_layers``)
+        are used as well.
       policy: one policy for all layers, a preset's name, or a list with one policy per layer. The
         default is ``policy("static")``.
       batch: the number of rows.
@@ -78,14 +80,14 @@ def init_cache(
         head_dim], for models that run their layers in a ``lax.scan``; see ``stack``. The default is
         the config's ``stacked``, or False if it has none.
       rotary_len: the sequence length for rotary frequencies that depend on it (longrope, dynamic
-        NTK). The default is the longest that fits in the cache. If longer sequences have different
-        frequencies, a row has at most ``rotary_len`` tokens, because cached keys keep the rotation
-        with which they were written.
+        NTK). The default is the longest that fits in the cache. If sequences longer than
+        ``rotary_len`` need different frequencies, a row has at most ``rotary_len`` tokens, because
+        cached keys keep the rotation with which they were written.
 
     Raises:
       ValueError: if ``batch``, ``max_len`` or ``rotary_len`` is not a positive integer, ``max_len``
         exceeds the model's positions, a list of policies has the wrong length, the mesh does not
-        divide the rows, or layers would be stacked that read another layer's keys.
+        divide the rows, or ``stacked`` is True and a layer reads another layer's keys.
       CacheMemoryError: if the cache does not fit in the memory of the device or the host.
 
     Example:

@@ -43,7 +43,7 @@ class KVCache:
       length: int32[batch], the number of tokens in each row.
       written: int32[batch, layers], the maximum number of tokens that each row has ever had, for
         each of ``layers``. After a rewind it shows which slots have tokens that no longer count.
-      status: int32[batch], errors of traced steps, as bits; see ``check``.
+      status: int32[batch], a bit for each error that traced steps recorded; see ``check``.
       sources: for each layer of the model, the index in ``layers`` that it reads; None if every
         layer has its own keys and values.
       positions: the maximum number of tokens per row that the model's positions and rotary
@@ -53,7 +53,7 @@ class KVCache:
       budget: the device memory that the cache may use when it grows, from ``policy("auto")``.
       stacks: for each layer of the model, the index of its stack and its index in that stack; None
         if layers are not stacked.
-      pending: the call in progress; None between calls.
+      pending: the call (forward pass) in progress; None between calls.
       pools: the page tables, one for each group of layers that share them (``page_groups``).
 
     Example:

@@ -40,8 +40,8 @@ class Codec(Protocol):
     """How numbers are stored. A codec is a frozen, hashable dataclass with static fields.
 
     Numbers have the shape [batch, kv_heads, blocks, block, head_dim] for a blockwise codec, and
-    [batch, kv_heads, tokens, head_dim] for others. Each array of the store has the batch on axis 0
-    and the blocks or tokens on axis 2.
+    [batch, kv_heads, tokens, head_dim] for other codecs. Each array of the store has the batch on
+    axis 0 and the blocks or tokens on axis 2.
 
     A subclass inherits ``nbytes``, ``scores``, ``weighted_values``, ``before_rotary`` and
     ``joins_heads``, and defines everything else.
@@ -49,7 +49,7 @@ class Codec(Protocol):
     Attributes:
       dtype: the dtype that ``decode`` returns. It may be None before ``resolve``.
       blockwise: whether the numbers of a block are encoded together, for example under one scale.
-        The newest tokens then wait in a raw tail until their block is full.
+        The newest tokens are then kept unquantized, in the tail, until their block leaves it.
       before_rotary: whether keys are stored unrotated, and rotated when they are read.
       joins_heads: whether heads share scales. The head axis of the scales then has size 1.
 

@@ -46,16 +46,19 @@ class Integer(ScaledCodec):
     With a zero point, a number is ``zero + scale * code``. This is asymmetric quantization from the
     minimum of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without a zero
     point, a number is ``scale * (code - middle)``. This is symmetric quantization up to the largest
-    magnitude of the group. With 8 bits, one code means 0, and one code is unused. With fewer bits,
-    0 is halfway between two codes, so that all codes are used. Scales are rounded up and zero
-    points down, so the error is at most half a scale. With one bit, the two values are the group's
-    mean plus and minus its mean absolute deviation. Without a zero point, the mean is taken as 0.
+    magnitude of the group. There, with 8 bits, one code means 0 and one code is unused; with fewer
+    bits, 0 is halfway between two codes, so that all codes are used. Scales are rounded up and zero
+    points down, so with more than one bit the error is at most half a scale. With one bit, the two
+    values are the group's mean (taken as 0 without a zero point) plus and minus its mean absolute
+    deviation.
 
     Attributes:
       bits: 1, 2, 3, 4 or 8.
-      per: ``"token"``, ``"channel"``, ``"head"`` or ``"tensor"``; see ``Groups``.
-      group_size: how many numbers share a scale, along the channels of a token or the tokens of a
-        channel. None means as many as possible, up to 64.
+      per: which numbers share a scale: a group of one token's channels (``"token"``), a group of
+        one channel's tokens in a block (``"channel"``), a head's numbers in a block (``"head"``),
+        or a row's numbers in a block (``"tensor"``).
+      group_size: the number of channels or tokens in a group, for ``"token"`` and ``"channel"``.
+        None means as many as possible, up to 64.
       zero_point: whether groups have a zero point.
       scales: the codec of scales and zero points, a 16-bit ``Raw``. None means float16 if the model
         computes in float16, otherwise bfloat16, which has the range of float32.

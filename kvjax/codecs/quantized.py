@@ -47,7 +47,7 @@ def quantize_kv(
     """Quantize keys and values outside of a cache.
 
     For example, ``quantize_kv(k, v, Int8(per="tensor"), block=None)`` is absmax int8 quantization
-    with one scale per row.
+    with one scale for all numbers of a row.
 
     Args:
       keys, values: [batch, kv_heads, tokens, head_dim].
@@ -74,7 +74,7 @@ def quantize_kv(
 
 def dequantize_kv(keys: Quantized, values: Quantized) -> tuple[CachedKeysValues, CachedKeysValues]:
     """Undo ``quantize_kv``. Returns keys and values [batch, kv_heads, tokens, head_dim] in the
-    dtype of the codec.
+    dtype that they had before ``quantize_kv``, unless the codec sets a different one.
 
     Example:
       ```python
@@ -125,7 +125,7 @@ def quantized_codec(
     Args:
       bits: 1, 2, 3, 4 or 8. With None or 16, numbers are not quantized.
       kind: ``"keys"`` or ``"values"``.
-      group_size: how many numbers share a scale.
+      group_size: how many numbers share a scale; by default as many as possible, up to 64.
       dtype: the dtype to decode to; by default the model's.
 
     Raises:

@@ -226,8 +226,7 @@ class Float8(ScaledCodec):
     its own scales.
 
     ``kind`` is ``"e4m3"`` (relative error up to 1/16) or ``"e5m2"`` (up to 1/8, with a wider
-    range). ``per`` and ``group_size`` are described in ``Groups``, ``scales`` and ``dtype`` in
-    ``Integer``.
+    range). ``per``, ``group_size``, ``scales`` and ``dtype`` are as in ``Integer``.
 
     Example:
       ```python

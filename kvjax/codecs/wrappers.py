@@ -217,7 +217,7 @@ class Unrotated(CodecWrapper):
     Before rotation, the numbers of a channel are closer together, and a bias of the key projection
     is constant. Attention rotates the keys to their positions each time it reads a block.
 
-    Use it for keys. Values have no positions, so they are stored as ``codec`` stores them.
+    Use this codec for keys. Values have no positions, so for values it changes nothing.
 
     Example:
       ```python
@@ -249,9 +249,9 @@ class Centered(CodecWrapper):
     """Store the mean of each channel over a block in 16 bits, and the deviations from it with
     ``codec``. SageAttention smooths keys in a similar way (Zhang et al., arXiv:2410.02367).
 
-    Use it for keys with large biases (Qwen 2). Otherwise the bias takes up most of the codes of a
-    group of several channels. The codec does not need to know the bias, because the bias is part of
-    the mean.
+    Use this codec for keys with large biases (Qwen 2). Without it, large biases of a few channels
+    use up the range of the codes of a group that spans several channels. The codec does not need to
+    know the bias, because the bias is part of the mean.
 
     Products with the means are computed once per block, not once per token.
 

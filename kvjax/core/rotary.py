@@ -24,7 +24,8 @@ STRIDE = 1024
 class RotaryTable:
     """Sines and cosines for every position below a limit.
 
-    A position is split into digits of base ``STRIDE``, whose rotations are combined.
+    A position is written with digits in base ``STRIDE``, and the rotations of its digits are
+    combined.
 
     ``digits`` has one array float32[rows, 2, half] per digit, lowest digit first, with cosines and
     sines on axis 1. Row ``d`` of array ``i`` is the rotation by ``d * STRIDE**i`` positions. The
@@ -61,7 +62,7 @@ def rotary_table(
 
     Args:
       inverse_frequencies: [half], radians per position, one per pair of channels.
-      max_len: the number of positions in the table; by default 2**30.
+      max_len: the table covers positions 0 to ``max_len - 1``; by default ``max_len`` is 2**30.
       scale: a factor by which rotated channels are multiplied (used by yarn and longrope).
 
     Raises:

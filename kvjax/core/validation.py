@@ -220,7 +220,7 @@ class CheckpointError(KvjaxError, ValueError):
 
 
 class CacheOverflowError(KvjaxError, RuntimeError):
-    """A traced step appended tokens that did not fit in the cache. They were dropped.
+    """A traced step appended more tokens to a row than fit in the cache. The row was not changed.
 
     Example:
       ```python
@@ -250,7 +250,7 @@ class CacheMemoryError(KvjaxError, MemoryError):
 
 
 class NonFiniteError(KvjaxError, ArithmeticError):
-    """A model returned logits that are NaN or infinite, so no token can be chosen.
+    """Logits, or keys or values for a quantized cache, are NaN or infinite.
 
     Example:
       ```python

@@ -42,18 +42,18 @@ class Engine:
     cache and shared prefixes.
 
     ``submit`` adds a request at any time. Each ``step`` dispatches programs for all requests, and
-    collects the output of earlier steps. Requests are scheduled by ``priority``, then in the order
-    of submission.
+    collects the output of earlier steps. Requests with a lower ``priority`` number are scheduled
+    first, and those with the same number in the order of submission.
 
     A request's random numbers depend only on its seed and on the indices of its tokens, not on
     other requests. With ``batch_invariant``, its logits are also bitwise the same as if it ran
     alone, whether or not it shares a prefix or is preempted. The exception is a request with
     drafts, whose logits may differ in their last bits.
 
-    When no pages are free, cached prefixes are evicted first. Then the request that was scheduled
-    last is preempted: the newest of those with the highest ``priority``. Its state is swapped to
-    the host if ``host_memory`` allows this. Otherwise the state is recomputed. Later the request
-    continues where it stopped.
+    When no pages are free, cached prefixes are evicted first. Then the request that is last in the
+    scheduling order is preempted: the newest of those with the highest ``priority`` number. Its
+    state is swapped to the host if ``host_memory`` allows this. Otherwise the state is recomputed.
+    Later the request continues where it stopped.
 
     Source: Yu et al., "Orca", OSDI 2022 (continuous batching); Agrawal et al., "Sarathi-Serve",
     arXiv:2403.02310 (chunked prefill); Kwon et al., "PagedAttention", arXiv:2309.06180.
@@ -64,9 +64,10 @@ class Engine:
         at least one must have pages.
       limits: ``max_batch_size`` is the number of rows, 8 by default. ``max_seq_len`` is the maximum
         number of tokens of a request, prompt and new tokens together; by default all positions of
-        the model. ``cache_memory_ratio`` and ``device_memory`` size the pools if neither ``pages``
-        nor ``memory`` is given. ``prefetch_steps`` is the number of steps that are dispatched
-        before the output of an earlier one is needed.
+        the model. If neither ``pages`` nor ``memory`` is given, the pools may take
+        ``cache_memory_ratio`` of the device memory (``device_memory``) that weights and temporaries
+        leave free. ``prefetch_steps`` is the number of steps that are dispatched before the output
+        of an earlier one is needed.
       pages: the number of pages of each pool.
       memory: the size of all pools in bytes, or as text such as ``"2GiB"``, instead of ``pages``.
         By default the pools have pages for all rows at full length. If these do not fit, the pools
@@ -82,9 +83,10 @@ class Engine:
       prefix_cache: whether requests share prefixes.
       checkpoint_every: as for ``PrefixTree``.
       host_memory: host memory for preempted requests and evicted prefixes, in bytes or as text.
-      draft: the default draft of requests, as for ``generate``. A draft model has its own rows and
-        pages, and ``update_params`` does not change its parameters. Requests draft only when all
-        decoding rows do, and only if it saves time.
+      draft: the draft of requests that do not choose one, as for ``generate``. A draft model has
+        its own rows and pages, and ``update_params`` does not change its parameters. A step uses
+        drafts only if all decoding requests have a draft, and only if this is expected to save
+        time.
       rotary_len: as for ``init_cache``.
 
     Raises:
@@ -346,7 +348,7 @@ class Engine:
         self._inbox.append(lambda: self._cache_manager.set_params(params))
 
     def stats(self) -> EngineStats:
-        """Return counters and current use, from any thread."""
+        """Return counters, and the current use of rows and memory, from any thread."""
         scheduler = self._scheduler
         return EngineStats(
             **self._counters.as_dict(),

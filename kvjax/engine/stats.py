@@ -46,7 +46,7 @@ class Counters:
 
 @dataclass
 class EngineStats(Counters):
-    """``Counters``, and the current use of rows and memory.
+    """``Counters`` of the work done, and the current use of rows and memory.
 
     Args:
       rows: number of rows of the cache.

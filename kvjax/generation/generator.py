@@ -141,11 +141,11 @@ def generate(
         request needs, rounded up to 2**k or 3 * 2**k so that similar lengths share compiled
         programs. It is not rounded if this would change the frequencies of length-dependent rotary
         embeddings (dynamic, longrope). kvjax computes these frequencies for ``max_len``, and
-        Transformers for the current length. So a larger ``max_len`` beyond the trained length
-        changes every logit.
+        Transformers for the current length. So for such a model, a larger ``max_len`` beyond the
+        trained length changes every logit.
       rotary_len: the length for which these frequencies are computed, instead of ``max_len``.
-      seed: an integer, with which row ``i`` draws with the seed ``seed + i``, or a list with one
-      seed per row. The draws of a row do not depend on other rows.
+      seed: an integer, so that row ``i`` of the result draws with the seed ``seed + i``, or a list
+        with one seed per row. The draws of a row do not depend on other rows.
       {sampling parameters}
       logit_bias: a mapping from token ids to numbers that are added to the logits of these tokens.
       stop: strings that end a row. The row's text ends before the string.
@@ -155,16 +155,18 @@ def generate(
         baseline for comparisons.
       prefill_chunk: the number of tokens of the chunks in which prompts are prefilled. The last
         chunk is padded to a power of two.
-      limits: the maximum numbers of rows, tokens and bytes of a request.
+      limits: the maximum numbers of rows, tokens and bytes of a request
+        (``kvjax.memory.InferenceLimits``).
       mesh: devices over which the model and the cache are sharded, see ``make_mesh``. The default
         is the mesh on which the model was loaded. Moving the model takes time, so load a model that
         you use often on its mesh. If ``data`` does not divide the rows, empty rows are added;
         ``result.cache`` contains them too.
-      n: the number of continuations of each prompt. They are in consecutive rows, and each has its
-        own seed. The prompt is prefilled once, and a paged cache stores its full pages once.
-      best_of: the number of continuations of each prompt that are drawn. The ``n`` with the highest
-        mean log-probability under the model's distribution are returned, best first. ``stream``
-        does not support it.
+      n: the number of continuations of each prompt. They are consecutive rows of the result, so
+        their seeds are consecutive. The prompt is prefilled once, and a paged cache stores its full
+        pages once.
+      best_of: the number of continuations to draw for each prompt, at least ``n``. The ``n`` whose
+        tokens have the highest mean log-probability under the model's distribution are returned,
+        best first. ``stream`` does not support ``best_of``.
       num_beams: the number of beams per prompt. Above 1, a beam search runs as in Transformers, and
         the ``n`` best sequences are returned, best first (``result.sequence_scores``). Penalties,
         bias and hook then apply to log-probabilities. Beams share a prompt's prefill and pages like
@@ -175,12 +177,12 @@ def generate(
         With True, it ends immediately. With False, it ends when no unfinished beam has a higher
         score at present. With "never", it ends when no beam can reach a higher score.
       num_beam_groups, diversity_penalty: the number of groups into which beams are divided, and a
-        penalty. A group's scores are reduced by the penalty for each token that a beam of an
-        earlier group chose in the same step, after the other penalties (Vijayakumar et al.,
-        "Diverse Beam Search", arXiv:1610.02424).
+        penalty. After the other penalties, a token's score is reduced by this penalty for each beam
+        of an earlier group that chose the same token in the same step (Vijayakumar et al., "Diverse
+        Beam Search", arXiv:1610.02424).
       prefix_cache: a ``PrefixTree``, or ``tree.for_tenant(tenant)``. Prompt tokens that the tree
-        has cached are not computed again, and it caches new tokens. It has its own policy. Threads
-        that share a tree take turns.
+        has cached are not computed again, and the tree caches the others. The tree has its own
+        policy, so ``cache`` is not allowed. Threads that share a tree take turns.
       logprobs: whether to report two log-probabilities of each new token (``result.logprobs``). The
         first is under the model's distribution, before bias, filters and temperature. The second is
         under the filtered distribution from which the token was drawn. With an integer ``k`` from 0
@@ -205,8 +207,8 @@ def generate(
 
     Raises:
       ValueError: if a prompt is empty or has a token outside the vocabulary, prompt and new tokens
-        exceed ``max_len`` or the model's positions, or an argument is out of its range. It is
-        raised before the model runs.
+        exceed ``max_len`` or the model's positions, or an argument is out of its range. These
+        errors are raised before the model runs.
       CacheOverflowError: if the given cache had already overflowed.
       NonFiniteError: if logits are not finite. No token is drawn from them.
 

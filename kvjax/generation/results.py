@@ -94,10 +94,11 @@ class GenerationResult:
       tokens: the new tokens of each row, including the end-of-text token.
       stats: times, sizes, and why each row ended.
       cache: the cache to continue from. It contains the prompts and the new tokens, except those in
-        ``pending_tokens``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string is
-        longer than the slack of a ring, its row can't be rewound. ``kvjax.check`` then raises an
-        error; use ``kvjax.select`` to keep the other rows.
-      pending_tokens: the tokens of each row that the cache does not contain. This is the newest
+        ``pending_tokens``. None with ``use_cache=False`` or a ``prefix_cache``. If a stop string
+        has more tokens than the slack of a ring (its slots in addition to the window), the row
+        can't be rewound to before the stop string. ``kvjax.check`` then raises an error; use
+        ``kvjax.select`` to keep the other rows.
+      pending_tokens: the tokens of each row that the cache does not contain. These are the newest
         token, or none after a stop string. To continue, put them at the beginning of the next
         prompt. After a beam search there can be several, because the cache of a finished sequence
         contains only its common prefix with a beam that ran to the end. The list is None if a ring

@@ -383,12 +383,13 @@ class Dense(Layout):
 
 @dataclass(frozen=True)
 class Growing(LayoutSpec):
-    """A `Dense` that starts small and is doubled between dispatches when its rows need it.
+    """A `Dense` that starts small and is doubled between dispatches (runs of a compiled program)
+    when its rows need it.
 
     ``start`` is the number of slots at first. ``kvjax.generate`` grows the cache automatically. In
     your own loop, call ``kvjax.grow`` before a step that would exceed ``cache.max_len``. Otherwise
-    tokens that do not fit are dropped, and ``kvjax.check`` raises an error. Arrays can't grow
-    inside ``jit``.
+    a row in which the step's tokens do not fit stays unchanged, and ``kvjax.check`` raises an
+    error. Arrays can't grow inside ``jit``.
 
     Example:
       ```python

@@ -43,8 +43,8 @@ class Paged(Layout):
     ``inner`` says which tokens a row keeps. It is ``Dense()``, ``Growing()``, or a ``Ring``, whose
     pages are freed when they are out of its window.
 
-    ``pages`` is the number of pages of the pool, for all rows together. The default is the number
-    that all rows can need. ``pool`` is the resulting number, which ``init_cache`` sets.
+    ``pages`` is the number of pages of the pool, for all rows together. The default is enough for
+    all rows at their maximum length. ``pool`` is the resulting number, which ``init_cache`` sets.
 
     Slots are numbered through the columns of a row's table: column ``c`` has slots ``c *
     page_size`` to ``(c + 1) * page_size - 1``.

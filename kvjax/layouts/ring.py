@@ -34,15 +34,15 @@ class Ring(Layout):
     Attributes:
       window: the window in tokens. None means the layer's window in the model's config.
       sinks: the number of first tokens that are never overwritten. If ``window`` is given and is
-        not narrower than the layer's window in the config, the layer has no sinks, because
-        everything that it was trained to see is kept. ``Ring(sinks=4)``, without a window, gives
-        such a layer sinks.
-      slack: the number of slots in addition to the window. A call of up to ``slack + 1`` tokens
-        overwrites nothing that its own queries see, and ``slack`` tokens can be rewound. The
-        default is the largest of 16, a block (if codecs encode blocks), and an eighth of the
-        window.
-      max_len: the maximum number of tokens per row, if this needs fewer slots than sinks, window
-        and slack; otherwise None.
+        not narrower than the layer's window in the config, the layer has no sinks, because the ring
+        keeps everything that the layer was trained to see. ``Ring(sinks=4)``, without a window,
+        gives such a layer sinks.
+      slack: the number of slots in addition to sinks and window. A call (forward pass) of up to
+        ``slack + 1`` tokens overwrites nothing that its own queries see, and ``slack`` tokens can
+        be rewound. The default is the largest of 16, an eighth of the window, and a block (64
+        tokens) if the cache is quantized or on the host.
+      max_len: the number of slots, and the maximum number of tokens per row, if it is less than
+        ``sinks + window + slack``; otherwise None, and rows have no maximum.
       grows_to: the value to which ``kvjax.generate`` may raise ``max_len``; None if it may not.
 
     Example:

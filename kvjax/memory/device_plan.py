@@ -57,18 +57,19 @@ class DevicePlan:
     Attributes:
       device: name of the device.
       memory: bytes of memory in the device's data sheet; None for unknown devices.
-      bandwidth: bytes per second in the data sheet; None for unknown devices.
+      bandwidth: memory bandwidth in the data sheet, in bytes per second; None for unknown devices.
       weights: bytes of the parameters.
       cache: bytes of the cache, by place.
       temporaries: bytes of temporaries of a decode step or of a prompt chunk, whichever needs more.
       code: approximate bytes of both programs, if the compiler reports them.
       bytes_moved: device memory traffic in bytes per step when every row is full, counted in the
         compiled program.
-      min_bytes_moved: bytes of the weights and of the stored cache, read once.
-      layers: number of layers that were compiled.
+      min_bytes_moved: bytes that a step must read at least: the weights and the filled cache, once.
+      layers: number of layers that were compiled. At most two of several identical layers are
+        compiled, and the others count like the second.
       devices: number of devices of the mesh.
       collectives: number of collectives per step.
-      bytes_sent: bytes that a device sends in the collectives of a step.
+      bytes_sent: bytes that one device sends to others in the collectives of a step.
 
     Example:
       ```python
@@ -94,7 +95,7 @@ class DevicePlan:
 
     @property
     def total(self) -> int:
-        """Total bytes in the device's memory."""
+        """Bytes that weights, cache, temporaries and code take in the device's memory."""
         return self.weights + self.cache.get("device", 0) + self.temporaries + self.code
 
     @property

@@ -93,7 +93,7 @@ class InferenceLimits:
         take.
       device_memory: bytes of device memory; by default the device reports it.
       prefetch_steps: how many batches ``generate_batches`` prepares in advance, and how many layers
-        of the next batch's cache it moves in advance.
+        of the next batch's cache it moves to its ``placement`` in advance.
 
     Example:
       ```python
@@ -245,7 +245,8 @@ def what_fits(
     policies: Mapping[str, PolicyChoice] | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
 ) -> list[CacheFit]:
-    """Compute which caches fit in a device's memory. Returns them best first.
+    """Compute which caches fit in a device's memory. Returns one result per policy, in the order of
+    ``policies``.
 
     Args:
       model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.

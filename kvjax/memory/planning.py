@@ -48,7 +48,8 @@ class Plan:
     Attributes:
       batch: the number of rows of the cache.
       max_len: the cache's capacity in tokens per row.
-      length: the number of tokens per row at the decode step for which operations are counted.
+      length: the number of tokens in each row at the decode step whose operations and bytes are
+        counted.
       devices: number of devices that share the work.
       weights: bytes of the parameters.
       cache: bytes of the cache, by place.
@@ -58,8 +59,7 @@ class Plan:
       flops: number of additions and multiplications of a decode step.
       flops_uncached: ``flops`` without a cache, where every step computes the whole sequence.
       bytes_read: bytes that a decode step reads: the weights and the filled part of the cache.
-      bytes_read_uncached: ``bytes_read`` without a cache. Weights count once, and activations do
-        not count.
+      bytes_read_uncached: ``bytes_read`` without a cache: the weights, once, and no activations.
       beyond_context: by how many tokens ``max_len`` exceeds the model's training length.
 
     Example:
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def device(self) -> int:
-        """Bytes in the device's memory."""
+        """Bytes that weights, temporaries and cache take in the device's memory."""
         return self.weights + self.temporaries + self.cache.get("device", 0)
 
 
@@ -107,12 +107,12 @@ def plan(
       model: a loaded model, its ``Architecture``, or a ``ModelShape``.
       policy, batch, max_len: the cache's policy, its number of rows and its tokens per row, as in
         ``init_cache``.
-      length: the number of tokens per row at the decode step for which operations are counted; by
-        default ``max_len``.
+      length: the number of tokens in each row at the decode step whose operations and bytes are
+        counted; by default ``max_len``.
       prefill_chunk: the number of prompt tokens per call.
-      compiled: whether to compile for the current device to find the size of temporaries. If False,
-        temporaries are estimated. They are always estimated for a ``ModelShape``, for caches on the
-        host and for a mesh.
+      compiled: True to compile the programs for the default device and read the size of temporaries
+        from them; False to estimate this size. It is always estimated for a ``ModelShape``, for
+        caches on the host and for a mesh.
       mesh: the mesh whose devices share the work. An ``AbstractMesh`` needs no devices.
 
     Raises:

@@ -61,8 +61,8 @@ def abstract_cache(
 def cache_nbytes(
     config: CacheShape, policy: PolicyChoice | None = None, *, batch: int = 1, max_len: int
 ) -> dict[str, int]:
-    """Compute the bytes of a cache by place, without allocating it. Growing layers count at full
-    size.
+    """Compute the bytes of a cache by place (``"device"`` and ``"host"``), without allocating it.
+    Growing layers count at full size.
 
     Example:
       ```python
@@ -280,8 +280,8 @@ def weight_bytes(model: Plannable, mesh: Mesh | AbstractMesh | None = None) -> i
 def weight_bytes_read(params: PyTree, batch: int) -> int:
     """Return the bytes of parameters that a decode step of ``batch`` rows reads.
 
-    All parameters count once, except that only ``batch`` rows of position embeddings and of untied
-    token embeddings count.
+    Every parameter counts once. Of position embeddings, and of token embeddings that are not also
+    the output head, only ``batch`` rows count.
 
     Example:
       ```python

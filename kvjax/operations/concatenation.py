@@ -26,19 +26,18 @@ from kvjax.policies.cache_policy import CachePolicy
 def concatenate(caches: Iterable[KVCache]) -> KVCache:
     """Concatenate the rows of several caches. The result has the largest of their capacities.
 
-    Rows may have different lengths. Policies may differ if this does not change results. Layers are
-    moved to the placement of the first cache. Growing layouts can be combined with static ones, and
-    with layouts that keep only the window of the layer. Rows can't be rewound to tokens that the
-    result does not keep.
+    Rows may have different lengths. Layouts may differ in capacity. Some may keep whole sequences,
+    and others only the layer's window; the result then keeps only the window. Rows can't be rewound
+    to tokens that the result does not keep. Layers are moved to the placement of the first cache.
 
     Args:
-      caches: caches of one model whose policies store the same numbers and show queries the same
-        tokens.
+      caches: caches of one model whose policies have the same codecs and show queries the same
+        range of tokens.
 
     Raises:
       ValueError: if the list is empty; if the caches belong to different models or are on different
-        devices; if their layers store numbers differently or show queries different tokens; if
-        their keys were rotated for different lengths (dynamic, longrope); or if a ring has
+        devices; if their layers have different codecs or show queries different ranges of tokens;
+        if their keys were rotated for different lengths (dynamic, longrope); or if a ring has
         overwritten tokens that another cache's layout keeps.
 
     Example:

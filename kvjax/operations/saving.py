@@ -246,7 +246,8 @@ def load_cache(
     Args:
       path: the folder.
       model: the model with which the cache will be used, or the name given to ``save_cache``.
-      max_len: the new capacity in tokens per row; by default the saved one. Rings have no capacity.
+      max_len: the new capacity in tokens per row; by default the saved one. It has no effect on
+        rings.
       mesh: the mesh on which the cache is put. By default it is on one device.
 
     Raises:

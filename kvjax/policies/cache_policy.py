@@ -24,11 +24,12 @@ from kvjax.policies.model_config import CacheShape, layer_windows
 class CachePolicy:
     """How the cache of a layer is laid out, encoded and placed: three independent choices.
 
-    If a codec encodes whole blocks, the newest tokens are first kept in a raw tail. The query at
-    position ``p`` sees its own block of ``block`` tokens and the ``recent`` blocks before it raw,
-    and everything older through the codec, no matter how the tokens are divided into calls. With
-    ``prefill="exact"``, the queries of a call see all tokens of the same call raw, as in
-    Transformers and KIVI. The logits then depend on how the tokens are divided into calls.
+    If a codec encodes whole blocks, the newest tokens are first kept raw (unquantized), in a tail.
+    The query at position ``p`` sees its own block of ``block`` tokens and the last ``recent``
+    blocks before it raw, and everything older through the codec, no matter how the tokens are
+    divided into calls (forward passes). With ``prefill="exact"``, the queries of a call see all
+    tokens of the same call raw, as in Transformers and KIVI. The logits then depend on how the
+    tokens are divided into calls.
 
     ``raw`` has the codecs of the tail's keys and values. ``resolve`` sets it. Without a tail, it is
     None.

@@ -54,29 +54,30 @@ def policy(
     Args:
       name: ``"static"`` allocates the whole capacity of a row at once. ``"dynamic"`` starts small
         and doubles the capacity as rows grow. ``"sliding_window"`` keeps the last ``window`` tokens
-        in every layer. ``"hybrid"`` does so in layers with a sliding window, and is static in the
-        others. ``"quantized"`` is static with ``bits=4``. ``"offloaded"`` and
-        ``"offloaded_static"`` are dynamic and static, with all but the newest tokens in host memory
-        (see ``Host``). ``"auto"`` is dynamic, and moves layers that do not fit on the device to
-        host memory. ``"paged"`` is hybrid, in pages of a pool that rows share (see ``Paged``).
+        in every layer. ``"hybrid"`` does the same in layers that have a window in the model's
+        config, and is static in the others. ``"quantized"`` is static with ``bits=4``.
+        ``"offloaded"`` and ``"offloaded_static"`` are dynamic and static, with all but the newest
+        tokens in host memory (see ``Host``). ``"auto"`` is dynamic, and moves layers that do not
+        fit on the device to host memory. ``"paged"`` is hybrid, in pages of a pool that rows share
+        (see ``Paged``).
       dtype: the dtype of keys and values. In a quantized cache it is the dtype of the newest
         tokens. By default it is the dtype in which the model computes.
-      window: for ``"sliding_window"``: the window in tokens. By default each layer has its window
-        in the model's config.
+      window: for ``"sliding_window"``: the window in tokens. By default each layer uses its window
+        in the model's config, and a layer without one raises an error.
       sinks: for ``"sliding_window"``: number of first tokens that are never overwritten; by default
         0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``).
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
       key_bits, value_bits: like ``bits``, for keys or values only.
-      group_size: how many numbers share a scale; by default 64, or the head dimension if it is
-        smaller.
+      group_size: how many numbers share a scale; by default as many as possible, up to 64.
       block, recent, prefill: for quantized and offloaded caches: see ``CachePolicy``.
-      prefetch: for offloaded and automatic caches: see ``Host``; by default 0.
-      memory: for automatic caches: device memory that the cache may use, in bytes or as ``"8GiB"``.
-        By default ``generate`` uses what its limits allow, or all free memory.
+      prefetch: for ``"offloaded"``, ``"offloaded_static"`` and ``"auto"``: see ``Host``; by default
+        0.
+      memory: for ``"auto"``: device memory that the cache may use, in bytes or as ``"8GiB"``. By
+        default ``generate`` uses what its ``limits`` allow or, without limits, all free memory.
       page_size: for paged caches: tokens per page, by default 256.
       pages: for paged caches: pages in the pool of the layers with full attention; by default
-        enough for all rows.
+        enough for all rows at full length.
 
     Raises:
       ValueError: if the name or the dtype is unknown, or a setting does not apply to the policy.
@@ -170,7 +171,8 @@ class Edges:
 
 @dataclass(frozen=True)
 class Auto:
-    """A policy that keeps layers on the device and moves the last ones to the host if needed.
+    """A policy that keeps layers on the device, and moves the last ones to the host when the cache
+    would exceed its budget.
 
     ``inner`` is the policy of the layers, as for ``init_cache``. ``memory`` is the device memory
     that the cache may use, in bytes. If it is None, ``generate`` chooses it, because it knows the
@@ -284,8 +286,8 @@ def transformers_policy(
       axis_key, axis_value: 0 or -1 with quanto, 0 or 1 with HQQ.
       q_group_size: how many numbers share a scale. Groups of tokens have at most 64 tokens (a
         block), and at most ``residual_length``.
-      residual_length: maximum number of tokens that stay raw, at least 8. It is rounded down to a
-        multiple of 64, or of 8 if it is below 64.
+      residual_length: maximum number of tokens that stay unquantized. Numbers below 8 are raised to
+        8, and others are rounded down to a multiple of 64, or of 8 if they are below 64.
 
     Raises:
       ValueError: if the backend does not support a setting.

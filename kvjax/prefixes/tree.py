@@ -36,7 +36,7 @@ class PrefixStats:
       sequences: number of cached sequences.
       bytes: bytes of cached data in the tiers ``"device"``, ``"host"`` and ``"disk"``.
       free_pages: number of free pages of each pool.
-      used_pages: number of pages of each pool that only running requests use.
+      used_pages: number of pages of each pool that running requests use and the tree does not keep.
       cached_pages: number of pages of each pool that the tree keeps.
       evicted: number of pages and checkpoints that were evicted so far.
 
@@ -115,15 +115,16 @@ class PrefixTree:
     """A prefix cache. With ``generate(..., prefix_cache=tree)``, common prefixes of prompts are
     computed once.
 
-    Cached sequences are stored in pages of one pool. A hit is rounded down to the end of a prefill
-    chunk, and to a position where the tree has everything that the next token needs: pages, and for
-    some policies a checkpoint of the raw tail or the window.
+    Cached sequences are stored in pages of one pool. A hit, the cached tokens with which a prompt
+    begins, is rounded down to a position where the tree has everything that the next token needs:
+    full pages and, for quantized caches and windows, a checkpoint (a copy of the tail, the newest
+    tokens, and of the window).
 
     With ``exact_prefix``, the logits of a request are bitwise the same as in ``generate(lm,
     prompts, **tree.settings)`` without a tree, on the same device. To achieve this, the tree keeps
     only whole prefill chunks, separately for each number of rows, and all rows of a request start
-    from their longest common hit. Without ``exact_prefix``, hits are longer, because each row has
-    its own hit, and generated tokens are cached too.
+    from the same number of cached tokens. Without ``exact_prefix``, hits are longer, because each
+    row has its own hit, hits may end inside a chunk, and generated tokens are cached too.
 
     Threads may share a tree. It serves one request at a time, and other calls of ``generate`` wait.
     An ``Engine`` serves many requests at the same time, and has its own prefix cache.
@@ -137,24 +138,25 @@ class PrefixTree:
         least one must have pages.
       pages: the number of pages of each pool. Give either this or ``memory``, or set the pages in
         the policy.
-      memory: the size of all pools together, such as ``2**31`` (bytes) or ``"2GiB"``.
+      memory: instead of ``pages``, the size of all pools together, such as ``2**31`` (bytes) or
+        ``"2GiB"``.
       max_len: the maximum number of tokens per row, prompt and new tokens together; by default the
         model's number of positions.
       rotary_len: as for ``init_cache``.
-      prefill_chunk: the number of tokens of a prefill call. Hits end at multiples of it and of a
-        page.
+      prefill_chunk: the number of prompt tokens that are computed together. With ``exact_prefix``,
+        hits end at multiples of this number that are also ends of pages.
       exact_prefix: whether results must not depend on which sequences are cached, see above.
       checkpoint_every: the number of pages between checkpoints inside a long prompt, if the policy
-        needs checkpoints. More checkpoints are taken at the end of a prompt and where sequences
-        diverge.
+        needs checkpoints. Further checkpoints are at the last positions where a chunk and a page
+        end: in the prompt, and in the part that it shares with a cached sequence.
       host_memory: host memory for swapped-out pages and for checkpoints, in bytes or as text.
-      folder: a folder for data that does not fit on the host. Its files are deleted with the tree.
-        By default nothing is stored on disk.
-      disk_memory: the maximum size of these files, in bytes or as text.
+      folder: a folder for pages and checkpoints that exceed ``host_memory``. Their files are
+        deleted with the tree. By default nothing is stored on disk.
+      disk_memory: the maximum size of the files in ``folder``, in bytes or as text.
       weight_version: the name of the version of the model's parameters: a string, an integer, or a
         tuple of these. Set ``tree.weight_version`` to a new value whenever the parameters change.
-        Sequences of other versions are then not matched, and are removed when their parameters are
-        deleted.
+        Sequences of earlier versions then no longer match, and are removed when the parameters of
+        their version are deleted.
 
     Raises:
       ValueError: if no layer is paged, a layer keeps whole sequences outside of pages, the policy

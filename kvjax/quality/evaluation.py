@@ -221,12 +221,12 @@ def evaluate(
         reference.
       context: tokens per window; by default the model's limit, or 2,048 without a limit.
       windows: maximum number of windows; by default all are used.
-      chunk: tokens per call.
+      chunk: tokens per call (forward pass) over the cache.
       time_steps: number of decode steps to time at the end of a window; 0 for none.
 
     Raises:
-      ValueError: if the text has fewer than two tokens, a number is out of range, or no
-        prediction of a lossy policy sees encoded tokens.
+      ValueError: if the text has fewer than two tokens, a number is out of range, or windows are so
+        short that a lossy policy's predictions see no quantized tokens.
 
     Example:
       ```python

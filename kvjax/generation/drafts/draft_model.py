@@ -33,15 +33,15 @@ class PromptLookup:
     """Prompt lookup decoding: draft the tokens that followed an earlier occurrence of the row's
     last tokens.
 
-    Proposing tokens costs almost nothing. It helps if a text repeats parts of itself or of its
-    prompt.
+    Looking tokens up costs almost nothing, and saves passes of the model if a text repeats parts of
+    itself or of its prompt.
 
     Source: Saxena, "Prompt Lookup Decoding", 2023; Yang et al., arXiv:2304.04487.
 
     Attributes:
       num_draft_tokens: the maximum number of tokens that are drafted at a time. With None, it
         depends on the platform and the number of rows.
-      min_ngram: how many tokens must match.
+      min_ngram: how many of the row's last tokens must occur earlier, at least.
       max_ngram: the maximum number of tokens that are compared. Longer matches are not preferred.
       adaptive: whether to draft fewer tokens, or none for some time, when few are accepted. If
         False, drafts always have ``num_draft_tokens`` tokens.
