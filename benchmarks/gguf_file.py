@@ -15,11 +15,8 @@ from kvjax.models.gguf import ARCHITECTURES
 from kvjax.models.rope import inverse_frequencies
 from kvjax.models.weights import flatten
 
-NAMES = {
-    known.model_type: name
-    for name, known in ARCHITECTURES.items()
-    if name not in ("qwen2vl", "qwen3vl")
-}
+# Of several architectures of a family the first.
+NAMES = {known.model_type: name for name, known in reversed(ARCHITECTURES.items())}
 NAMES |= {"mistral": "llama", "mixtral": "llama"}
 """The architecture in GGUF of each ``model_type``."""
 

@@ -20,7 +20,9 @@ _SMALL_FILES = (
     "pytorch_model.bin.index.json",
 )  # fmt: skip
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)/([\w./-]+\.gguf)")
+_HUB_GGUF = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)/(.+\.gguf)", re.IGNORECASE)
+_CLIENTS = ("httpcore", "httpx", "httpx2", "requests", "urllib3")
+"""The packages whose errors the hub's client lets through."""
 
 
 def locate(
@@ -38,39 +40,73 @@ def locate(
     Raises:
       CheckpointError: if neither the folder nor the model exists, or the hub can't be reached or
         refuses access. The message says what to do.
-      ValueError: if ``revision`` is given for a folder.
+      ValueError: if ``revision`` is given for a local path.
     """
     folder = EMBEDDED if path_or_id is None else expand_user(path_or_id)
     try:
         is_folder, exists = folder.is_dir(), folder.exists()
     except OSError as error:
         raise CheckpointError(f"{folder}: can't be read: {error}") from error
-    if path_or_id is None or is_folder:
+    if path_or_id is None or exists:
         if revision is not None:
+            kind = "a folder" if is_folder else "a file"
             raise ArgumentError(
-                f"revision={revision!r} is for hub ids; {folder} is a folder", param="revision"
+                f"revision={revision!r} is for hub ids; {folder} is {kind}", param="revision"
             )
-        return folder
-    if exists and folder.suffix == ".gguf":
-        return folder
-    if exists:
-        raise CheckpointError(
-            f"{folder}: is a file; expected the folder of a checkpoint, or a GGUF file"
-        )
-    if match := _HUB_GGUF.fullmatch(str(path_or_id)):
-        name, file = match[1], match[2]
-        return _download(name, revision, (file, gguf.other_shards(file))) / file
-    if not _HUB_ID.fullmatch(str(path_or_id)):
-        raise CheckpointError(f"{path_or_id}: not an existing folder, and not a valid hub id")
-    folder = _download(str(path_or_id), revision, (*_SMALL_FILES, *weights))
+        return _local(folder, is_folder)
+    name, file = _hub_names(str(path_or_id))
+    if file is not None:
+        return _download_file(name, file, revision)
+    folder = _download(name, revision, (*_SMALL_FILES, *weights))
     needed = weights or ("config.json",)
-    if any((folder / name).exists() for name in needed):
+    if any((folder / each).exists() for each in needed):
         return folder
     # A repository without weights for Transformers may have GGUF files.
     revision = commit_of(folder) or revision
-    listed = [Path(name) for name in _list_files(str(path_or_id), revision)]
-    file = gguf.only_model(str(path_or_id), [each for each in listed if each.suffix == ".gguf"])
-    return folder if file is None else locate(f"{path_or_id}/{file}", revision)
+    file = gguf.only_model(name, _list_files(name, revision, folder))
+    if file is None:
+        raise CheckpointError(f"{name}: the repository has no {needed[0]} and no GGUF file")
+    return _download_file(name, file, revision)
+
+
+def _local(path: Path, is_folder: bool) -> Path:
+    """Return an existing path: the GGUF file if a folder has no other weights."""
+    if not is_folder and not gguf.is_gguf(path.name):
+        raise CheckpointError(
+            f"{path}: is a file; expected the folder of a checkpoint, or a GGUF file"
+        )
+    try:
+        return gguf.find_gguf(path) or path
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read: {error}") from error
+
+
+def _hub_names(path_or_id: str) -> tuple[str, str | None]:
+    """Split a hub id into the repository and the GGUF file in it, if it names one.
+
+    Raises:
+      CheckpointError: if it is neither an existing path nor a valid hub id.
+    """
+    if _HUB_ID.fullmatch(path_or_id) and not gguf.is_gguf(path_or_id):
+        return path_or_id, None
+    match = _HUB_GGUF.fullmatch(path_or_id)
+    if match is not None and ".." not in match[2].split("/"):
+        return match[1], match[2]
+    if gguf.is_gguf(path_or_id):
+        raise CheckpointError(
+            f"{path_or_id}: file not found. On the hub, a file is owner/name/file.gguf"
+        )
+    raise CheckpointError(f"{path_or_id}: not an existing folder, and not a valid hub id")
+
+
+def _download_file(name: str, file: str, revision: str | None) -> Path:
+    """Download a GGUF file with its other shards, and return its path."""
+    folder = Path(file).parent
+    files = [(folder / shard).as_posix() for shard in gguf.shard_names(Path(file).name)]
+    path = _download(name, revision, tuple(files)) / file
+    if not path.is_file():
+        raise CheckpointError(f"{name}: the repository has no file {file}")
+    return path
 
 
 def commit_of(folder: Path) -> str | None:
@@ -89,12 +125,19 @@ def _download(name: str, revision: str | None, patterns: tuple[str, ...]) -> Pat
     return Path(folder)
 
 
-def _list_files(name: str, revision: str | None) -> list[str]:
-    """Return the names of all files of a hub repository."""
+def _list_files(name: str, revision: str | None, folder: Path) -> list[str]:
+    """Return the names of all files of a hub repository; without a connection, of those in its
+    ``folder`` of the hub's cache."""
     import huggingface_hub
 
-    with _hub_errors(name, revision):
-        return huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+    try:
+        with _hub_errors(name, revision):
+            return huggingface_hub.HfApi().list_repo_files(name, revision=revision)
+    except CheckpointError:
+        files = [path for path in folder.rglob("*.gguf") if path.is_file()]
+        if not files:
+            raise
+        return [path.relative_to(folder).as_posix() for path in files]
 
 
 @contextlib.contextmanager
@@ -130,7 +173,10 @@ def _hub_errors(name: str, revision: str | None) -> Iterator[None]:
         ) from error
     except errors.HfHubHTTPError as error:
         raise CheckpointError(f"{at}: {_refusal(error)}") from error
-    except OSError as error:
+    except Exception as error:
+        client = type(error).__module__.split(".")[0]
+        if not isinstance(error, OSError) and client not in _CLIENTS:
+            raise
         raise CheckpointError(
             f"{at}: can't be downloaded: {error}. Check the connection and the space on disk, or "
             "give a folder"

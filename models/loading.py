@@ -101,6 +101,8 @@ def load(
         which = f"{default_device().device_kind} has no bfloat16"
         because = f": {reason}" if reason else ""
         _notice(f"{which}, computing in {config.dtype}{because}")
+    elif dtype is None and target.platform != "cpu" and checkpoint.config.dtype != computed:
+        _notice(f"{config.model_type} exceeds the range of float16, computing in {config.dtype}")
     if wide := weights.count_float64(matched):
         _notice(f"{wide} float64 tensor{'s' if wide > 1 else ''} read as float32")
     if checkpoint.others:
@@ -134,16 +136,15 @@ class _Checkpoint:
 
 def _open(path_or_id: str | Path | None, revision: str | None) -> _Checkpoint:
     path = locate(path_or_id, revision)
-    file = gguf.find_gguf(path)
-    return _open_folder(path_or_id, revision, path) if file is None else _open_gguf(file)
+    return _open_gguf(path) if path.is_file() else _open_folder(path_or_id, revision, path)
 
 
 def _open_gguf(path: Path) -> _Checkpoint:
     file = gguf.read_gguf(path)
-    config, architecture = _gguf_config(file)
+    described, config = _gguf_config(file)
 
     def match(config: Config) -> tuple[Config, Stored]:
-        return config, gguf.match_tensors(file, architecture, config, _shapes(config))
+        return config, gguf.match_tensors(file, described, config, _shapes(config))
 
     tokenizer = gguf.gguf_tokenizer(path, file.metadata)
     return _Checkpoint(path, config, tokenizer, gguf.read_generation(file), match, {})
@@ -156,7 +157,7 @@ def _open_folder(path_or_id: str | Path | None, revision: str | None, folder: Pa
     generation = read_generation(folder, config.model_type)
     files = weight_files(folder, other_part)
     folder = locate(path_or_id, commit_of(folder) or revision, weights=files)
-    if folder.suffix == ".gguf":
+    if folder.is_file():  # a hub repository with a config, but with weights as GGUF only
         return _open_gguf(folder)
     stored, others = take_text(find_tensors(folder, other_part))
     if not stored:
@@ -191,15 +192,15 @@ def read_config(path: str | Path) -> Config:
       ```
     """
     path = Path(path)
-    if (file := gguf.find_gguf(path)) is not None:
-        return _gguf_config(gguf.read_gguf(file))[0]
+    if not (path / "config.json").exists() and (file := gguf.find_gguf(path)) is not None:
+        return _gguf_config(gguf.read_gguf(file))[1]
     file = path if path.is_file() else path / "config.json"
     return config_from_fields(text_fields(Fields(file, read_json(file))))
 
 
-def _gguf_config(file: gguf.GGUFFile) -> tuple[Config, gguf.GGUFArchitecture]:
-    values, architecture = gguf.config_values(file)
-    return config_from_fields(Fields(file.path, values)), architecture
+def _gguf_config(file: gguf.GGUFFile) -> tuple[gguf.GGUFConfig, Config]:
+    described = gguf.config_values(file)
+    return described, config_from_fields(Fields(file.path, described.values))
 
 
 def _notice(line: str) -> None:
@@ -213,9 +214,11 @@ def compute_dtype(config: Config, dtype: DTypeLike | None, target: Target) -> st
         return _dtype_name(dtype)
     if target.platform == "cpu":
         return "float32"
-    if config.dtype == "bfloat16" and target.before_ampere:
-        return "float32" if config.model_type.startswith(_WIDE) else "float16"
-    return config.dtype
+    wide = config.model_type.startswith(_WIDE)
+    stored = "bfloat16" if wide and config.dtype == "float16" else config.dtype
+    if stored == "bfloat16" and target.before_ampere:
+        return "float32" if wide else "float16"
+    return stored
 
 
 def _matched(config: Config, stored: Stored) -> tuple[Config, Stored]:

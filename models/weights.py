@@ -314,7 +314,7 @@ def save(config: Config, params: Params, source: Path, folder: Path) -> None:
     Raises:
       ValueError: if ``source`` is not a checkpoint, or ``folder`` is not empty.
     """
-    from_gguf = source.suffix == ".gguf"
+    from_gguf = source.is_file() and gguf.is_gguf(source.name)
     if not from_gguf and not (source / "config.json").is_file():
         raise ValueError(
             f"the model was loaded from {source}, which has no config.json to copy: save its "

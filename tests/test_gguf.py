@@ -1,7 +1,7 @@
 """Models in GGUF files: every architecture and block type, shards, and damaged files."""
 
-import struct
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +16,12 @@ from benchmarks.gguf_file import floats, write_gguf  # noqa: E402
 from kvjax import models  # noqa: E402
 from kvjax.core.target import Target, tracing_for  # noqa: E402
 from kvjax.core.validation import CheckpointError  # noqa: E402
+from kvjax.models import gguf as gguf_package  # noqa: E402
 from kvjax.models.gguf import find_gguf, read_generation, read_gguf  # noqa: E402
 from kvjax.models.weights import flatten  # noqa: E402
 from tests.gguf_files import (  # noqa: E402
-    ARRAY,
-    F32,
-    FLOAT32,
     MODELS,
-    Q8_0,
-    STRING,
-    UINT32,
     RawFile,
-    text,
     write_random,
 )
 
@@ -196,167 +190,6 @@ def test_folders(tmp_path: Path) -> None:
     assert find_gguf(tmp_path) is None
 
 
-def valid() -> RawFile:
-    """A small valid file with every kind of entry."""
-    tokens = struct.pack("<IQ", STRING, 3) + text("a") + text("bc") + text("d")
-    return (
-        RawFile(data=bytes(range(200)) + bytes(88))
-        .entry("general.architecture", STRING, text("llama"))
-        .entry("llama.block_count", UINT32, struct.pack("<I", 2))
-        .entry("llama.rope.freq_base", FLOAT32, struct.pack("<f", 1e4))
-        .entry("tokenizer.ggml.tokens", ARRAY, tokens)
-        .entry("tokenizer.ggml.scores", ARRAY, struct.pack("<IQ3f", FLOAT32, 3, 1, 2, 3))
-        .entry("flag", 7, b"\1")
-        .tensor("first", (4, 8), F32, 0)
-        .tensor("second", (32, 3), Q8_0, 128)
-    )
-
-
-def damaged() -> dict[str, RawFile | int]:
-    """Files with one wrong field each; a number is the byte at which the valid file is cut."""
-    huge = (2**64 - 1, 2**63, 2**62, 2**48, 2**40, 10**9, 10**6)
-    files: dict[str, RawFile | int] = {}
-
-    def add(name: str, file: RawFile) -> None:
-        assert name not in files
-        files[name] = file
-
-    for magic in (b"GGUE", b"FUGG", b"\0\0\0\0", b"PK\3\4", b'{"a"'):
-        file = valid()
-        file.magic = magic
-        add(f"magic {magic!r}", file)
-    for version in (0, 1, 4, 2**24 * 3, 2**32 - 1):
-        file = valid()
-        file.version = version
-        add(f"version {version}", file)
-    for n in huge:
-        for place in (0, 1):
-            file = valid()
-            file.counts = (n, None) if place == 0 else (None, n)
-            add(f"{('tensors', 'entries')[place]} {n}", file)
-        add(f"key of {n} bytes", valid_plus(struct.pack("<Q", n) + b"key" + bytes(12)))
-        string = text("key") + struct.pack("<IQ", STRING, n) + b"abc"
-        add(f"string of {n} bytes", valid_plus(string))
-        for kind in (STRING, FLOAT32, 0, 12):
-            array = text("key") + struct.pack("<IIQ", ARRAY, kind, n) + bytes(24)
-            add(f"array of {n} of type {kind}", valid_plus(array))
-        add(f"offset {n}", valid().tensor("third", (1,), F32, n // 32 * 32))
-        add(f"row of {n}", valid().tensor("third", (n // 32 * 32,), Q8_0, 256))
-        add(f"rows of {n}", valid().tensor("third", (1, n, n, n), F32, 256))
-    for kind in (13, 14, 100, 2**31):
-        add(f"value of type {kind}", valid_plus(text("key") + struct.pack("<I", kind) + bytes(8)))
-        add(
-            f"array of type {kind}",
-            valid_plus(text("key") + struct.pack("<IIQ", ARRAY, kind, 1) + bytes(8)),
-        )
-        add(f"tensor of type {kind + 200}", valid().tensor("third", (1,), kind + 200, 256))
-    nested = text("key") + struct.pack("<IIQ", ARRAY, ARRAY, 1) + struct.pack("<IQ", 0, 0)
-    add("array of arrays", valid_plus(nested))
-    add("boolean 2", valid_plus(text("key") + struct.pack("<I", 7) + b"\2"))
-    add("key twice", valid_plus(text("flag") + struct.pack("<I", 7) + b"\1"))
-    add("key not UTF-8", valid_plus(text(b"\xff\xfe") + struct.pack("<I", 7) + b"\1"))
-    add("string not UTF-8", valid_plus(text("key") + struct.pack("<I", STRING) + text(b"\xc3")))
-    add("tensor twice", valid().tensor("first", (4,), F32, 256))
-    for dimensions in (0, 5, 2**16, 2**31):
-        file = valid()
-        file.tensors.append(("third", (1,) * min(dimensions, 5), F32, 256))
-        if dimensions > 5:
-            raw = text("third") + struct.pack("<I", dimensions)
-            file = valid_plus(raw, tensors=True)
-        add(f"{dimensions} dimensions", file)
-    add("size 0", valid().tensor("third", (0,), F32, 256))
-    add("size 0 of 2", valid().tensor("third", (4, 0), F32, 256))
-    add("a part of a block", valid().tensor("third", (33,), Q8_0, 256))
-    for offset in (1, 4, 31, 33, 130):
-        add(f"offset {offset}", valid().tensor("third", (1,), F32, offset))
-    for offset in (0, 32, 96, 128, 160, 224):
-        add(f"overlap at {offset}", valid().tensor("third", (8,), F32, offset))
-    add("past the end", valid().tensor("third", (9,), F32, 256))
-    for alignment in (0, 3, 24, 2**31 + 1):
-        value = struct.pack("<I", alignment)
-        add(f"alignment {alignment}", valid().entry("general.alignment", UINT32, value))
-    add("alignment text", valid().entry("general.alignment", STRING, text("32")))
-    return files
-
-
-def valid_plus(raw: bytes, *, tensors: bool = False) -> RawFile:
-    """The valid file with one more entry, or tensor, of these bytes."""
-    file = valid()
-    if tensors:
-        file.counts = (3, None)
-        # Written after the last tensor, in place of the padding and the data.
-        file.data, file.tensors = raw, [*file.tensors]
-    else:
-        file.entries.append(raw)
-    return file
-
-
-CUTS = 110
-"""Before the end of the last tensor, which is 58 bytes before the end of the file."""
-
-
-def test_the_valid_file(tmp_path: Path) -> None:
-    read = read_gguf(valid().write(tmp_path / "x.gguf"))
-    assert read.metadata["tokenizer.ggml.tokens"] == ["a", "bc", "d"]
-    assert [tensor.shape for tensor in read.tensors.values()] == [(8, 4), (3, 32)]
-    assert read.tensors["first"].read().tobytes() == bytes(range(128))
-
-
-def test_damaged_files(tmp_path: Path) -> None:
-    """200 damaged files: each gives one clear sentence with the file's name, and nothing of the
-    size that it claims is allocated."""
-    file = tmp_path / "x.gguf"
-    whole = valid().write(file).read_bytes()
-    files: dict[str, bytes] = {}
-    for name, each in damaged().items():
-        files[name] = each.write(file).read_bytes() if isinstance(each, RawFile) else b""
-    for cut in np.linspace(0, len(whole) - 59, CUTS).astype(int):
-        files[f"cut at {cut}"] = whole[:cut]
-    assert len(files) >= 200
-    messages = {}
-    for name, raw in files.items():
-        file.write_bytes(raw)
-        tracemalloc.start()
-        with pytest.raises(CheckpointError) as caught:
-            read_gguf(file)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        messages[name] = str(caught.value)
-        assert peak < 2**20, f"{name}: {peak:,} bytes"
-        assert messages[name].startswith(f"{file}: ") and "\n" not in messages[name], name
-    for name, part in {
-        "magic b'PK\\x03\\x04'": "not a GGUF file: it begins with b'PK",
-        f"version {2**24 * 3}": "a GGUF file of big-endian; expected version 2 or 3",
-        "array of arrays": "key is an array of arrays; expected strings or numbers",
-        "tensor twice": "the tensor first occurs twice",
-        "overlap at 32": "the tensors first and third overlap",
-        "offset 33": "the tensor third has the offset 33, which is not a multiple of",
-        "a part of a block": "the tensor third has rows of 33 values, which do not fill blocks of",
-        "past the end": "truncated or damaged: the tensor third ends at byte",
-        f"tensors {2**40}": f"the number of tensors is {2**40:,}, and the file has",
-    }.items():
-        assert part in messages[name], messages[name]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_changed_bytes(seed: int, tmp_path: Path) -> None:
-    """Any change of a byte either gives a file that can be read, or a ``CheckpointError``."""
-    rng, file = np.random.default_rng(seed), tmp_path / "x.gguf"
-    whole = valid().write(file).read_bytes()
-    refused = 0
-    for _ in range(200):
-        changed = bytearray(whole)
-        for _ in range(int(rng.integers(1, 4))):
-            changed[int(rng.integers(len(whole) - 280))] = int(rng.integers(256))
-        file.write_bytes(bytes(changed))
-        try:
-            read_gguf(file)
-        except CheckpointError as error:
-            refused += 1
-            assert str(error).startswith(str(file))
-    assert refused > 50
-
-
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": (
         {"general.architecture": "mamba"},
@@ -410,20 +243,13 @@ def test_wrong_metadata(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Settings that kvjax does not understand are errors that name the key."""
     entries, message = WRONG[name]
     _, _, file = write_model(tmp_path, "llama")
-    original = models.loading.gguf.read_gguf
-
-    def changed(path: Path) -> Any:
-        read = original(path)
-        arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in entries.items()}
-        return type(read)(read.path, {**read.metadata, **arrays}, read.tensors)
-
-    monkeypatch.setattr(models.loading.gguf, "read_gguf", changed)
+    change_metadata(monkeypatch, entries)
     with pytest.raises(CheckpointError, match=message) as caught:
         models.load(file)
     assert str(file) in str(caught.value)
 
 
-def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     architecture, params, file = write_model(tmp_path, "llama")
     tensors = {key: np.asarray(leaf) for key, leaf in flatten(params)}
 
@@ -443,10 +269,143 @@ def test_tensors_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"ffn_up\.weight has the shape \[48, 16\]; expected"):
         models.load(file)
     write(up=np.zeros((48, 32), np.float32))
-    tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
-    with pytest.raises((CheckpointError, KeyError, ValueError)):
-        write()
+    assert models.load(file)
+    original = gguf_package.read_gguf
+
+    def fused(path: Path) -> Any:
+        read = original(path)
+        names = {"blk.0.attn_q.weight": "blk.0.attn_qkv.weight"}
+        renamed = {names.get(name, name): tensor for name, tensor in read.tensors.items()}
+        return type(read)(read.path, read.metadata, renamed)
+
+    monkeypatch.setattr(gguf_package, "read_gguf", fused)
+    with pytest.raises(CheckpointError, match=r"attn_q\.weight is missing.*in one tensor, which"):
         models.load(file)
+
+
+def change_metadata(monkeypatch: pytest.MonkeyPatch, changes: Mapping[str, Any]) -> None:
+    """Read every file with other metadata; None removes a key."""
+    original = gguf_package.read_gguf
+
+    def changed(path: Path) -> Any:
+        read = original(path)
+        arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in changes.items()}
+        metadata = {k: v for k, v in {**read.metadata, **arrays}.items() if v is not None}
+        return type(read)(read.path, metadata, read.tensors)
+
+    monkeypatch.setattr(gguf_package, "read_gguf", changed)
+
+
+HARMLESS: dict[str, tuple[str, dict[str, Any]]] = {
+    "both epsilons": ("qwen2", {"qwen2.attention.layer_norm_epsilon": 0.5}),
+    "an unused factor": (
+        "qwen2",
+        {"qwen2.rope.scaling.type": "none", "qwen2.rope.scaling.factor": 4.0},
+    ),
+    "no shared expert": ("qwen3moe", {"qwen3moe.expert_shared_feed_forward_length": 0}),
+    "gating by softmax": ("qwen3moe", {"qwen3moe.expert_gating_func": 1}),
+    "pooling": ("llama", {"llama.pooling_type": 0, "llama.tensor_data_layout": "Meta AI"}),
+    "gemma2's pattern": ("gemma2", {"gemma2.attention.sliding_window_pattern": 2}),
+    "cohere2's pattern": ("cohere2", {"cohere2.attention.sliding_window_pattern": 4}),
+    "gemma3's pattern, by layer": (
+        "gemma3",
+        {"gemma3.attention.sliding_window_pattern": [True] * 5 + [False, True]},
+    ),
+    "widths by layer": ("llama", {"llama.feed_forward_length": [48, 48]}),
+    "merged shards": ("llama", {"split.count": 0}),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_keys(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of real files that do not change the model."""
+    model, changes = HARMLESS[name]
+    _, _, file = write_model(tmp_path, model)
+    config = models.load(file).config
+    change_metadata(monkeypatch, changes)
+    assert models.load(file).config == config
+
+
+def test_meaningful_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that the writer of these tests does not use."""
+    _, _, file = write_model(tmp_path, "llama")
+    _, _, gemma = write_model(tmp_path / "gemma", "gemma3")
+
+    def rope_of(path: Path, **changes: Any) -> Any:
+        with monkeypatch.context() as patch:
+            change_metadata(patch, {f"llama.rope.{k}": v for k, v in changes.items()})
+            return models.read_config(path).rope
+
+    assert rope_of(file, **{"scaling.factor": 4.0}).rope_type == "linear"
+    assert dict(rope_of(file, scale_linear=2.0).parameters) == {"factor": 2.0}
+    yarn = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_beta_fast": 16.0}
+    found = dict(rope_of(file, **yarn, **{"scaling.yarn_attn_factor": 1.5}).parameters)
+    assert (found["attention_factor"], found["beta_fast"]) == (1.5, 16.0)
+    found = dict(rope_of(file, **yarn, **{"scaling.attn_factor": 2.0}).parameters)
+    assert found["attention_factor"] == pytest.approx(2 * (1 + 0.1 * np.log(4.0)))
+    change_metadata(
+        monkeypatch,
+        {"gemma3.attention.sliding_window": None, "gemma3.rope.freq_base_swa": 5e3},
+    )
+    config = models.read_config(gemma)
+    assert config.windows == (None,) * 7 and config.local_rope.theta == 5e3
+    change_metadata(monkeypatch, {"gemma3.attention.scale": 0.5})
+    assert models.read_config(gemma).query_scale == 0.5
+
+
+def test_wide_activations_avoid_float16(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Gemma's float16 files are computed in bfloat16, or in float32 where there is none."""
+    _, _, file = write_model(tmp_path, "gemma3", types=floats("float16"))
+    with tracing_for(Target("gpu", (8, 0))):
+        assert models.load(file).config.dtype == "bfloat16"
+    assert (
+        "gemma3_text exceeds the range of float16, computing in bfloat16" in capsys.readouterr().err
+    )
+    with tracing_for(Target("gpu", (7, 5))):
+        assert models.load(file).config.dtype == "float32"
+
+
+UNSAFE = "a\nb\x1b[31mc" + "d" * 40
+
+
+def test_messages_are_one_short_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the metadata has for keys and values."""
+    _, _, model = write_model(tmp_path / "model", "llama")
+    for changes in (
+        {f"llama.{UNSAFE}": 1},
+        {"llama.block_count": "x\n" * 10**6},
+        {"llama.attention.head_count": list(range(100))},
+        {"general.architecture": UNSAFE},
+        {"general.sampling.temp": list(range(100))},
+        {"tokenizer.ggml.eos_token_id": "x\n" * 10**6},
+        {"llama.rope.scaling.type": [1.0, 2.0]},
+        {"llama.rope.scale_linear": [1.0, 2.0]},
+        {"tokenizer.ggml.eos_token_id": [1, 2]},
+        {"llama.rope.scaling.yarn_ext_factor": [1.0, 2.0], "llama.rope.scaling.type": "yarn"},
+    ):
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError) as caught:
+            change_metadata(patch, changes)
+            models.load(model)
+        assert str(caught.value).isprintable() and len(str(caught.value)) < 500, changes
+
+
+def test_sizes_that_the_tensors_do_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of a claimed size is allocated: of layers, experts, heads, or factors."""
+    _, _, file = write_model(tmp_path, "qwen3moe")
+    for key in ("block_count", "embedding_length", "attention.head_count",
+                "attention.head_count_kv", "attention.key_length", "expert_count",
+                "expert_used_count", "expert_feed_forward_length"):  # fmt: skip
+        for size in (1000, 2**31, 2**63):
+            with monkeypatch.context() as patch:
+                change_metadata(patch, {f"qwen3moe.{key}": size})
+                tracemalloc.start()
+                with pytest.raises(CheckpointError):
+                    models.load(file)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+            assert peak < 2**25, f"{key} {size}: {peak:,} bytes"
 
 
 def test_end_tokens(tmp_path: Path) -> None:
@@ -473,7 +432,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     from kvjax.models.gguf import file
 
-    path = valid().write(tmp_path / "x.gguf")
+    path = RawFile().write(tmp_path / "x.gguf")
     file._package.cache_clear()
     monkeypatch.setitem(sys.modules, "gguf", None)
     with pytest.raises(

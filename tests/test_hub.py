@@ -1,5 +1,6 @@
 """Where checkpoints come from: folders, the hub and its cache, and the messages of refusals."""
 
+import fnmatch
 import json
 import os
 import shutil
@@ -175,48 +176,122 @@ def test_hub_offline(tmp_path: Path) -> None:
     assert "owner/name: not in the hub's cache" in done.stdout, done.stderr
 
 
-def hub_of(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, files: list[str]
-) -> list[tuple[str, str | None, list[str]]]:
-    """A hub whose only repository has these files; the list receives what is downloaded."""
-    calls: list[tuple[str, str | None, list[str]]] = []
+class Hub:
+    """A hub with one repository, whose files are copied into the folder of the hub's cache when
+    they are downloaded."""
 
-    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        calls.append((name, revision, [p for p in allow_patterns if p.endswith(".gguf")]))
-        return str(folder)
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.repository, self.cache = folder / "repository", folder / ("0123456789" * 4)
+        self.repository.mkdir(parents=True)
+        self.cache.mkdir()
+        self.error: Exception | None = None
+        self.downloads: list[tuple[str, str | None]] = []
+        monkeypatch.setattr("huggingface_hub.snapshot_download", self.download)
+        monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", self.list_files)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
-    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: files)
-    return calls
+    def files(self) -> list[str]:
+        paths = (path for path in self.repository.rglob("*") if path.is_file())
+        return sorted(path.relative_to(self.repository).as_posix() for path in paths)
+
+    def list_files(self, *_: object, **__: object) -> list[str]:
+        if self.error is not None:
+            raise self.error
+        return self.files()
+
+    def download(self, name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        for file in self.files():
+            if any(fnmatch.fnmatch(file, pattern) for pattern in allow_patterns):
+                self.downloads.append((file, revision))
+                (self.cache / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(self.repository / file, self.cache / file)
+        return str(self.cache)
+
+
+@pytest.fixture
+def gguf_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    pytest.importorskip("gguf", reason="needs the package gguf (the extra `gguf`)")
+    return Hub(tmp_path, monkeypatch)
+
+
+def write_gguf(path: Path) -> None:
+    from tests.gguf_files import write_random
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_random(path, "llama")
 
 
 @pytest.mark.parametrize("config", [True, False])
-def test_gguf_on_the_hub(config: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository with one GGUF file is that model, whether or not it has a config.json too; with
-    several, an error lists them, and one of them can be named."""
-    gguf = pytest.importorskip("gguf", reason="needs the package gguf (the extra `gguf`)")
-    from tests.gguf_files import random_model, write_random
+def test_gguf_on_the_hub(config: bool, gguf_hub: Hub) -> None:
+    """A repository whose only weights are one GGUF file is that model, with a config.json or
+    without. It is downloaded at the commit that was asked for."""
+    from tests.gguf_files import random_model
 
-    assert gguf.GGUFWriter
-    folder = tmp_path / ("0123456789" * 4)
-    random_model(folder, "llama")
-    if not config:
-        (folder / "config.json").unlink()
-    write_random(folder / "m.Q4_K_M.gguf", "llama")
-    calls = hub_of(folder, monkeypatch, ["README.md", "m.Q4_K_M.gguf", "mmproj-m.gguf"])
+    if config:
+        random_model(gguf_hub.repository, "llama")
+    write_gguf(gguf_hub.repository / "of all" / "jack-of-all (v1).gguf")
+    for other in ("README.md", "gemma-mmproj-f16.gguf", "imatrix.gguf"):
+        (gguf_hub.repository / other).write_bytes(b"")
     lm = models.load("owner/name", revision="v1")
-    assert lm.source == str(folder / "m.Q4_K_M.gguf")
-    assert calls[0] == ("owner/name", "v1", [])
-    assert {revision for _, revision, _ in calls[1:]} <= {folder.name, "v1"}
-    (folder / "m.Q4_K_M.gguf").rename(tmp_path / "m.Q4_K_M.gguf")
-    two = hub_of(folder, monkeypatch, ["m.Q4_K_M.gguf", "m.Q8_0.gguf"])
-    with pytest.raises(kvjax.CheckpointError, match=r"owner/name: 2 models: m\.Q4_K_M\.gguf, m"):
+    name = "of all/jack-of-all (v1).gguf"
+    assert lm.source == str(gguf_hub.cache / name)
+    assert gguf_hub.downloads[-1] == (name, gguf_hub.cache.name)
+    assert models.load(f"owner/name/{name}").source == lm.source
+    gguf_hub.error = ConnectionError("no network")  # what was downloaded is found without it
+    assert models.load("owner/name").source == lm.source
+
+
+def test_several_gguf_files_on_the_hub(gguf_hub: Hub) -> None:
+    """Several models are listed, whichever were downloaded before; one of them can be named."""
+    for name in ("Q4/m.gguf", "Q8/m.gguf"):
+        write_gguf(gguf_hub.repository / name)
+    assert models.load("owner/name/Q4/m.gguf").source == str(gguf_hub.cache / "Q4/m.gguf")
+    with pytest.raises(
+        kvjax.CheckpointError, match=r"owner/name: 2 models: Q4/m\.gguf, Q8/m\.gguf; give"
+    ):
         models.load("owner/name")
-    assert not any(patterns for _, _, patterns in two)
-    (tmp_path / "m.Q4_K_M.gguf").rename(folder / "m.Q4_K_M.gguf")
-    calls = hub_of(folder, monkeypatch, [])
-    assert models.load("owner/name/m.Q4_K_M.gguf").source == lm.source
-    assert calls == [("owner/name", None, ["m.Q4_K_M.gguf"] * 2)]
+
+
+def test_a_downloaded_gguf_file_does_not_replace_the_checkpoint(
+    gguf_hub: Hub, tiny_llama_dir: Path
+) -> None:
+    shutil.copytree(tiny_llama_dir, gguf_hub.repository, dirs_exist_ok=True)
+    write_gguf(gguf_hub.repository / "m.gguf")
+    assert models.load("owner/name/m.gguf").config.vocab_size == 61
+    lm = models.load("owner/name")
+    assert (lm.source, lm.config.vocab_size) == (str(gguf_hub.cache), 258)
+
+
+def test_what_the_hub_has_not(gguf_hub: Hub, tmp_path: Path) -> None:
+    (gguf_hub.repository / "README.md").write_bytes(b"")
+    for name, message in (
+        ("owner/name", r"owner/name: the repository has no config\.json and no GGUF file"),
+        ("owner/name/none.gguf", r"owner/name: the repository has no file none\.gguf"),
+        ("owner/name/../../x.gguf", r"x\.gguf: file not found\. On the hub, a file is owner/name/"),
+        ("x.gguf", r"x\.gguf: file not found"),
+        ("models/x.gguf", r"models/x\.gguf: file not found"),
+        (str(tmp_path / "x.gguf"), r"x\.gguf: file not found"),
+    ):
+        with pytest.raises(kvjax.CheckpointError, match=message):
+            models.load(name)
+    gguf_hub.error = ConnectionError("no network")
+    with pytest.raises(kvjax.CheckpointError, match=r"owner/name.*can't be downloaded: no network"):
+        models.load("owner/name")
+
+
+def test_paths_of_gguf_files(gguf_hub: Hub, tmp_path: Path) -> None:
+    """A revision is refused as for a folder; a pipe is not read; any case of the ending is one."""
+    write_gguf(tmp_path / "m.GGUF")
+    assert models.load(tmp_path / "m.GGUF").config.vocab_size == 61
+    with pytest.raises(ValueError, match=r"revision='main' is for hub ids; .* is a file"):
+        models.load(tmp_path / "m.GGUF", revision="main")
+    os.mkfifo(tmp_path / "pipe.gguf")
+    with pytest.raises(kvjax.CheckpointError, match=r"pipe\.gguf"):
+        models.load(tmp_path / "pipe.gguf")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    os.mkfifo(folder / "pipe.gguf")
+    with pytest.raises(kvjax.CheckpointError, match=r"config\.json: file not found"):
+        models.load(folder)
 
 
 def test_embedded_place() -> None:

@@ -4,12 +4,13 @@ A file has everything in one: the metadata becomes the config, the tokenizer and
 generation, and the tensors are decoded to floats when they are read.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from kvjax.core.validation import CheckpointError
 
-from .config import ARCHITECTURES, GGUFArchitecture, config_values
-from .file import GGUFFile, other_shards, read_gguf
+from .config import ARCHITECTURES, GGUFConfig, config_values
+from .file import GGUFFile, printable, read_gguf, shard_names
 from .generation import read_generation
 from .saving import write_settings
 from .tensors import match_tensors
@@ -24,28 +25,39 @@ def find_gguf(path: Path) -> Path | None:
       CheckpointError: if the folder has several models.
     """
     if path.is_file():
-        return path if path.suffix == ".gguf" else None
+        return path if is_gguf(path.name) else None
     if (path / "config.json").exists() and any(path.glob("*.safetensors")):
         return None
-    return only_model(str(path), sorted(path.glob("*.gguf")))
+    names = sorted(file.name for file in path.iterdir() if file.is_file()) if path.is_dir() else []
+    name = only_model(str(path), names)
+    return None if name is None else path / name
 
 
-def only_model(where: str, files: list[Path]) -> Path | None:
-    """The only model among the GGUF files of a folder; None without files.
+def is_gguf(name: str) -> bool:
+    """Whether a file's name is one of a GGUF file."""
+    return name.lower().endswith(".gguf")
 
-    Files of vision parts (``mmproj``) and shards after the first are not counted.
+
+def only_model(where: str, names: Iterable[str]) -> str | None:
+    """The only model among the GGUF files with these names; None if there is none.
+
+    Vision parts (``mmproj``), importance matrices and shards after the first are not counted.
+
+    Args:
+      where: the folder or the repository, for messages.
+      names: names or paths of files, also of other formats.
 
     Raises:
       CheckpointError: if there are several models. The message lists them.
     """
-    models = [
-        file
-        for file in files
-        if not file.name.startswith("mmproj")
-        and ("-of-" not in file.name or "-00001-of-" in file.name)
-    ]
+    models = []
+    for name in names:
+        file = Path(name).name
+        part = any(word in file.lower() for word in ("mmproj", "imatrix"))
+        if is_gguf(file) and not part and file == shard_names(file)[0]:
+            models.append(name)
     if len(models) > 1:
-        names = ", ".join(file.name for file in models[:6])
+        names = ", ".join(map(printable, models[:6]))
         more = f" and {len(models) - 6} more" if len(models) > 6 else ""
         raise CheckpointError(
             f"{where}: {len(models)} models: {names}{more}; give the path of one of them"
@@ -55,15 +67,16 @@ def only_model(where: str, files: list[Path]) -> Path | None:
 
 __all__ = [
     "ARCHITECTURES",
-    "GGUFArchitecture",
+    "GGUFConfig",
     "GGUFFile",
     "config_values",
     "find_gguf",
     "gguf_tokenizer",
+    "is_gguf",
     "match_tensors",
     "only_model",
-    "other_shards",
     "read_generation",
     "read_gguf",
+    "shard_names",
     "write_settings",
 ]

@@ -9,6 +9,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 an
 
 import functools
 import math
+import os
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -18,7 +19,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from kvjax.core.validation import CheckpointError
+from kvjax.core.validation import CheckpointError, short_repr
 
 from ..files import STORED_DTYPES, StoredTensor
 
@@ -34,6 +35,8 @@ _NUMBERS = {
 _FLOAT32, _BOOL, _STRING, _ARRAY = 6, 7, 8, 9
 _SMALLEST_ENTRY, _SMALLEST_TENSOR = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 _MAX_DIMENSIONS = 4
+_MAX_KEY, _MAX_NAME, _MAX_SHARDS = 65_535, 64, 10_000
+"""Bytes of a key and of a tensor's name, as in the format, and files of a model."""
 _SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -93,12 +96,16 @@ def read_gguf(path: Path) -> GGUFFile:
     """
     first = _read(path)
     count = first.metadata.get("split.count", 1)
-    if count == 1:
+    if type(count) is not int or count > _MAX_SHARDS:
+        raise CheckpointError(
+            f"{path}: split.count is {shown(count)}; expected at most {_MAX_SHARDS:,}"
+        )
+    if count <= 1:  # 0: merged again from several files
         return first
     match = _SHARD.match(path.name)
-    if match is None or not isinstance(count, int) or int(match[3]) != count:
+    if match is None or int(match[3]) != count:
         raise CheckpointError(
-            f"{path}: split.count is {count}, so its name must end in -00001-of-{count:>05}.gguf"
+            f"{path}: split.count is {count}, so its name must end in -00001-of-{count:05}.gguf"
         )
     tensors: dict[str, GGUFTensor] = {}
     for number in range(1, count + 1):
@@ -106,28 +113,50 @@ def read_gguf(path: Path) -> GGUFFile:
         read = _read(shard)
         first = read if number == 1 else first
         if twice := tensors.keys() & read.tensors.keys():
-            raise CheckpointError(f"{shard}: another shard has the tensor {min(twice)} too")
+            name = printable(min(twice))
+            raise CheckpointError(f"{shard}: another shard has the tensor {name} too")
         tensors |= read.tensors
     total = first.metadata.get("split.tensors.count", len(tensors))
-    if total != len(tensors):
+    if type(total) is not int or total != len(tensors):
         raise CheckpointError(
-            f"{path}: split.tensors.count is {total}, but the shards have {len(tensors)} tensors"
+            f"{path}: split.tensors.count is {shown(total)}, but the shards have {len(tensors)} "
+            "tensors"
         )
     return GGUFFile(path, first.metadata, tensors)
 
 
-def other_shards(name: str) -> str:
-    """A pattern of the names of all shards of a file; its own name if it is not a shard."""
+def shard_names(name: str) -> list[str]:
+    """The names of all shards of a file that is one of them; its own name if it is none."""
     match = _SHARD.match(name)
-    return f"{match[1]}-*-of-{match[3]}.gguf" if match else name
+    if match is None or int(match[3]) > _MAX_SHARDS:
+        return [name]
+    return [f"{match[1]}-{n:05}-of-{match[3]}.gguf" for n in range(1, int(match[3]) + 1)]
+
+
+def shown(value: object) -> str:
+    """A metadata value for a message: on one line, and not long."""
+    if isinstance(value, np.ndarray):
+        value = value[:20].tolist()
+    elif isinstance(value, list):
+        value = [text[:80] for text in value[:20]]
+    elif isinstance(value, str):
+        value = value[:160]
+    return short_repr(value)
+
+
+def printable(name: str) -> str:
+    """A key or a tensor's name for a message: on one line, and not long."""
+    return name if len(name) <= 80 and name.isprintable() else short_repr(name[:80])
 
 
 def _read(path: Path) -> GGUFFile:
     _package()
     try:
-        size = path.stat().st_size
+        # Opening a pipe would wait for a writer.
+        if not path.is_file():
+            raise CheckpointError(f"{path}: not found, or not a regular file")
         with path.open("rb") as stream:
-            return _parsed(path, _Header(path, stream, size))
+            return _parsed(path, _Header(path, stream, os.fstat(stream.fileno()).st_size))
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read: {error}") from error
 
@@ -170,14 +199,19 @@ class _Header:
             )
         return count
 
-    def text(self, what: str) -> str:
-        raw = self.take(self.count(f"the length of {what}", 1), what)
+    def text(self, what: str, most: int | None = None) -> str:
+        """A string of at most ``most`` bytes."""
+        count = self.count(f"the length of {what}", 1)
+        if most is not None and count > most:
+            raise self.wrong(f"{what} has {count:,} bytes; GGUF allows {most:,}")
+        raw = self.take(count, what)
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise self.wrong(f"{what} is not UTF-8: {error}") from error
+            raise self.wrong(f"{what} is not UTF-8: {error.reason}") from error
 
     def value(self, key: str) -> Value:
+        """A metadata value. ``key``: its key, for messages."""
         code = self.number("<I", f"the type of {key}")
         if code == _STRING:
             return self.text(key)
@@ -191,7 +225,7 @@ class _Header:
         code = self.number("<I", f"the type of {key}")
         if code == _STRING:
             count = self.count(f"the length of {key}", 8)
-            return [self.text(f"{key}[{n}]") for n in range(count)]
+            return [self.text(f"an entry of {key}") for _ in range(count)]
         if code == _ARRAY:
             raise self.wrong(f"{key} is an array of arrays; expected strings or numbers")
         return self._numbers(key, code, self.count(f"the length of {key}", 1))
@@ -218,35 +252,34 @@ def _parsed(path: Path, header: _Header) -> GGUFFile:
     entries = header.count("the number of metadata entries", _SMALLEST_ENTRY)
     metadata: dict[str, Value] = {}
     for number in range(entries):
-        key = header.text(f"the key of metadata entry {number}")
+        key = header.text(f"the key of metadata entry {number}", _MAX_KEY)
         if key in metadata:
-            raise header.wrong(f"{key} occurs twice in the metadata")
-        metadata[key] = header.value(key)
+            raise header.wrong(f"{printable(key)} occurs twice in the metadata")
+        metadata[key] = header.value(printable(key))
     stored: dict[str, GGUFTensor] = {}
     for number in range(tensors):
         tensor = _tensor(path, header, number)
         if tensor.name in stored:
-            raise header.wrong(f"the tensor {tensor.name} occurs twice")
+            raise header.wrong(f"the tensor {printable(tensor.name)} occurs twice")
         stored[tensor.name] = tensor
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-        raise header.wrong(f"general.alignment is {alignment}; expected a power of 2")
+        raise header.wrong(f"general.alignment is {shown(alignment)}; expected a power of 2")
     return GGUFFile(path, metadata, _placed(header, stored, alignment))
 
 
 def _tensor(path: Path, header: _Header, number: int) -> GGUFTensor:
     """Read one tensor's entry. Its ``start`` is relative to the data section."""
-    name = header.text(f"the name of tensor {number}")
-    what = f"the tensor {name}"
+    name = header.text(f"the name of tensor {number}", _MAX_NAME)
+    what = f"the tensor {printable(name)}"
     count = header.number("<I", f"the number of dimensions of {what}")
     if not 1 <= count <= _MAX_DIMENSIONS:
         raise header.wrong(f"{what} has {count} dimensions; expected 1 to {_MAX_DIMENSIONS}")
     shape = tuple(header.number("<Q", f"the shape of {what}") for _ in range(count))[::-1]
     code, start = header.number("<I", f"the type of {what}"), header.number("<Q", what)
-    sizes = {int(known): size for known, size in _package().GGML_QUANT_SIZES.items()}
-    if code not in sizes:
+    if code not in _block_sizes():
         raise header.wrong(f"{what} has the type {code}, which is not a type of GGUF")
-    block, nbytes = sizes[code]
+    block, nbytes = _block_sizes()[code]
     if not all(shape):
         raise header.wrong(f"{what} has the shape {list(shape)}; expected numbers above 0")
     if shape[-1] % block:
@@ -273,17 +306,18 @@ def _placed(
     end, before = 0, ""
     placed = {}
     for tensor in sorted(tensors.values(), key=lambda tensor: tensor.start):
+        name = printable(tensor.name)
         if tensor.start % alignment:
             raise header.wrong(
-                f"the tensor {tensor.name} has the offset {tensor.start:,}, which is not a "
-                f"multiple of general.alignment = {alignment}"
+                f"the tensor {name} has the offset {tensor.start:,}, which is not a multiple of "
+                f"general.alignment = {alignment}"
             )
         if tensor.start < end:
-            raise header.wrong(f"the tensors {before} and {tensor.name} overlap")
-        end, before = tensor.start + tensor.count, tensor.name
+            raise header.wrong(f"the tensors {before} and {name} overlap")
+        end, before = tensor.start + tensor.count, name
         if begin + end > header.size:
             raise header.wrong(
-                f"truncated or damaged: the tensor {tensor.name} ends at byte {begin + end:,} of "
+                f"truncated or damaged: the tensor {name} ends at byte {begin + end:,} of "
                 f"{header.size:,}"
             )
         placed[tensor.name] = GGUFTensor(
@@ -297,6 +331,10 @@ def tensor_names(architecture: str, layers: int) -> Callable[[str], str | None]:
     """A function from a tensor's name in Transformers to its name in GGUF, both without the ending
     ``.weight`` or ``.bias``."""
     known = {name: code for code, name in _package().MODEL_ARCH_NAMES.items()}
+    if architecture not in known:
+        raise CheckpointError(
+            f"the installed package gguf does not know the architecture {architecture}: update it"
+        )
     return _package().get_tensor_name_map(known[architecture], layers).get_name
 
 
@@ -309,6 +347,12 @@ def _package():
             "reading GGUF files needs the package gguf: pip install 'kvjax[gguf]'"
         ) from error
     return gguf
+
+
+@functools.cache
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """The numbers and the bytes of a block of each type, by the type's code."""
+    return {int(known): size for known, size in _package().GGML_QUANT_SIZES.items()}
 
 
 def _type(code: int):

@@ -1,22 +1,32 @@
 """Read the end tokens and sampling parameters of a GGUF file."""
 
+import math
+
 import numpy as np
 
 from kvjax.core.validation import CheckpointError
 from kvjax.generation.model import GenerationDefaults
 
-from .config import is_number
-from .file import GGUFFile
+from .file import GGUFFile, shown
+from .metadata import is_number
 
 _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TOKENS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
-    "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<end_of_utterance>", "<turn|>",
+    "<end_of_turn>", "<|END_OF_TURN_TOKEN|>", "<|return|>", "<|call|>", "<end_of_utterance>",
+    "<turn|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<eos>", "</s>", "<｜end▁of▁sentence｜>",
 )  # fmt: skip
 """Control tokens that end a message. Files often name only one of them; llama.cpp, too, finds the
 others by their texts."""
 _CONTROL = 3
-_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING = {
+    "temp": ("temperature", math.inf),
+    "top_k": ("top_k", math.inf),
+    "top_p": ("top_p", 1.0),
+    "min_p": ("min_p", 1.0),
+    "penalty_repeat": ("repetition_penalty", math.inf),
+}
+"""The parameter of each key, and its largest value."""
 
 
 def read_generation(file: GGUFFile) -> GenerationDefaults:
@@ -27,8 +37,8 @@ def read_generation(file: GGUFFile) -> GenerationDefaults:
     """
     metadata = file.metadata
     sampling = {
-        name: _number(file, f"general.sampling.{key}")
-        for key, name in _SAMPLING.items()
+        name: _number(file, f"general.sampling.{key}", most)
+        for key, (name, most) in _SAMPLING.items()
         if f"general.sampling.{key}" in metadata
     }
     temperature = sampling.get("temperature")
@@ -41,6 +51,7 @@ def read_generation(file: GGUFFile) -> GenerationDefaults:
         top_k=None if "top_k" not in sampling else int(sampling["top_k"]),
         top_p=sampling.get("top_p"),
         min_p=sampling.get("min_p"),
+        repetition_penalty=sampling.get("repetition_penalty"),
     )
 
 
@@ -59,15 +70,18 @@ def _end_tokens(file: GGUFFile) -> tuple[int, ...]:
 def _token(file: GGUFFile, name: str) -> int | None:
     key = f"tokenizer.ggml.{name}"
     value = file.metadata.get(key)
-    if value is None or value in (-1, 2**32 - 1):  # some files use these for no token
+    if value is None:
         return None
-    if type(value) is not int or value < 0:
-        raise CheckpointError(f"{file.path}: {key} is {value!r}; expected a token id")
-    return value
+    if type(value) is not int or value < -1:
+        raise CheckpointError(f"{file.path}: {key} is {shown(value)}; expected a token id")
+    return None if value in (-1, 2**32 - 1) else value  # some files use these for no token
 
 
-def _number(file: GGUFFile, key: str) -> float:
+def _number(file: GGUFFile, key: str, most: float) -> float:
     value = file.metadata[key]
-    if not is_number(value) or value < 0:
-        raise CheckpointError(f"{file.path}: {key} is {value!r}; expected a number of at least 0")
+    if not is_number(value) or not 0 <= value <= most:
+        limit = "of at least 0" if most == math.inf else f"from 0 to {most:g}"
+        raise CheckpointError(f"{file.path}: {key} is {shown(value)}; expected a number {limit}")
+    if key.endswith("top_k") and value != int(value):
+        raise CheckpointError(f"{file.path}: {key} is {shown(value)}; expected an integer")
     return value

@@ -27,13 +27,14 @@ def write_settings(source: Path, folder: Path) -> Json:
       The fields of ``config.json``, which is not written.
     """
     file = read_gguf(source)
-    values, _ = config_values(file)
+    values = config_values(file).values
     generation = asdict(read_generation(file))
     ends = generation.pop("eos_token_ids")
     generation |= {"eos_token_id": list(ends) if len(ends) > 1 else next(iter(ends), None)}
     chosen = {name: value for name, value in generation.items() if value is not None}
     _write_json(folder / "generation_config.json", chosen)
-    ids = {name: value for name, value in chosen.items() if name.endswith("_token_id")}
+    # A token that is missing here is null, or readers would take the family's default.
+    ids = {name: chosen.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokenizer = gguf_tokenizer(source, file.metadata)
     if tokenizer is not None:
         _write_tokenizer(tokenizer, folder)

@@ -14,16 +14,13 @@ from kvjax.core.validation import CheckpointError
 
 from ..config import Config, NeoXConfig
 from ..files import Stored
-from .config import GGUFArchitecture
-from .file import GGUFFile, tensor_names
-
-_WITHOUT_PARAMETER = re.compile(r"^(rope_freqs|rope_factors_(short|long))\.weight$")
-"""Tensors that are read with the config."""
+from .config import GGUFArchitecture, GGUFConfig
+from .file import GGUFFile, printable, tensor_names
 
 
 def match_tensors(
     file: GGUFFile,
-    architecture: GGUFArchitecture,
+    described: GGUFConfig,
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Stored:
@@ -31,7 +28,7 @@ def match_tensors(
 
     Args:
       file: the file.
-      architecture: its architecture.
+      described: what its metadata says.
       config: the model's configuration.
       shapes: the shapes of the model's parameters by name.
 
@@ -48,6 +45,7 @@ def match_tensors(
         if tensor is None:
             raise CheckpointError(
                 f"{file.path}: the tensor {name} is missing, which is the parameter {parameter}"
+                f"{_fused(file, name)}"
             )
         if tensor.shape != shape:
             raise CheckpointError(
@@ -55,17 +53,28 @@ def match_tensors(
                 f"{list(shape)} according to the metadata"
             )
         matched[parameter] = dataclasses.replace(
-            tensor, adjust=_adjustment(parameter, architecture, config)
+            tensor, adjust=_adjustment(parameter, described.architecture, config)
         )
-    used = {tensor.name for tensor in matched.values()}
-    if surplus := [
-        name for name in file.tensors if name not in used and not _WITHOUT_PARAMETER.search(name)
-    ]:
+    used = described.read_tensors.union(tensor.name for tensor in matched.values())
+    if surplus := [printable(name) for name in file.tensors if name not in used]:
         more = f" and {len(surplus) - 3} more" if len(surplus) > 3 else ""
         raise CheckpointError(
             f"{file.path}: the model does not use the tensors {', '.join(surplus[:3])}{more}"
         )
     return matched
+
+
+def _fused(file: GGUFFile, name: str) -> str:
+    """Why a tensor is missing, if the file stores it in a form that is not read."""
+    block = ".".join(name.split(".")[:2])
+    for part, why in (
+        ("attn_qkv.weight", "queries, keys and values in one tensor"),
+        ("ffn_gate_up_exps.weight", "gates and up projections of experts in one tensor"),
+        ("ffn_gate.0.weight", "a tensor of each expert"),
+    ):
+        if f"{block}.{part}" in file.tensors:
+            return f": the file has {why}, which is not read for this architecture"
+    return ""
 
 
 def _adjustment(
@@ -76,7 +85,7 @@ def _adjustment(
         heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return lambda values: _halves(values, heads)
     if architecture.norm_offset and parameter.endswith("norm.weight"):
-        return lambda values: values - architecture.norm_offset
+        return lambda values: values.astype(np.float32) - np.float32(architecture.norm_offset)
     if isinstance(config, NeoXConfig) and ".query_key_value." in parameter:
         return lambda values: _by_head(values, config.num_attention_heads)
     if config.names.transposed is not None and config.names.transposed.search(parameter):
