@@ -252,7 +252,7 @@ def _variables(rng: random.Random, task: Task, text: str) -> _Plan:
         _chains(rng, task, names[at : at + half], numbers[n : n + task.chains])
         for at, n in ((half, task.chains), (0, 0))
     )
-    noise: list[str] = NOISE.split()
+    noise: list[str] = [*NOISE.split()]
     haystack, _ = _hide(shown, _repeated(noise, 4 * len(noise)), 0.0)
     example = f"{shown.intro}\n{haystack}\n{shown.question} {shown.prefix}"
     return replace(plan, example=f"{example} {' '.join(shown.answers)}.\n\n", separator="")

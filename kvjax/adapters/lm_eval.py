@@ -12,11 +12,11 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh
-from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import model_registry
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from kvjax.cli.common import mesh_from_option, use_compilation_cache
@@ -255,13 +255,13 @@ class KvjaxLM(TemplateLM):
         """The log-likelihood of each text, in windows of ``max_length`` tokens."""
         windows, counts = [], []
         for request in requests:
-            rolling = utils.get_rolling_token_windows(
+            rolling = get_rolling_token_windows(
                 token_list=self.tok_encode(request.args[0]),
                 prefix_token=self.prefix_token_id,
                 max_seq_len=self.max_length,
                 context_len=1,
             )
-            own = [(None, *utils.make_disjoint_window(window)) for window in rolling]
+            own = [(None, *make_disjoint_window(window)) for window in rolling]
             windows += own
             counts.append(len(own))
         scores = iter(self._loglikelihood_tokens(windows, disable_tqdm) if windows else ())
