@@ -153,12 +153,12 @@ class Host(Device):
     A block is moved to the host once, when it leaves the tail. Inside a donated, jitted step,
     updates are in place. Gradients do not flow through such a cache.
 
-    With ``prefetch=0``, attention fetches the filled blocks one after another, so that at most one
-    is on the device. With ``prefetch=k``, the whole body of layer ``i + k``, filled or not, is
-    fetched while layer ``i`` is computed. Up to ``k + 1`` bodies are then on the device.
-    Prefetching is meant for accelerators, and has no effect on stacked layers. We have not measured
-    whether accelerators overlap these copies with computation. The TPU compiler puts the copies
-    inside a conditional.
+    With ``prefetch=0``, attention fetches the filled slots in pieces of up to 1,024 tokens, so that
+    at most one piece is on the device. With ``prefetch=k``, the whole body of layer ``i + k``,
+    filled or not, is fetched while layer ``i`` is computed. Up to ``k + 1`` bodies are then on the
+    device. Prefetching is meant for accelerators, and has no effect on stacked layers. We have not
+    measured whether accelerators overlap these copies with computation. The TPU compiler puts the
+    copies inside a conditional.
 
     Example:
       ```python
