@@ -20,6 +20,7 @@ import pytest
 import kvjax
 from kvjax.codecs import (
     Centered,
+    Codebook,
     Float8,
     HalfQuadratic,
     Int1,
@@ -27,8 +28,10 @@ from kvjax.codecs import (
     Int3,
     Int4,
     Int8,
+    MixedPrecision,
     Raw,
     Rotated,
+    TurboQuant,
     Unrotated,
 )
 from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
@@ -52,6 +55,9 @@ CODECS: dict[str, Any] = {
     "float8": Float8(),
     "float8-wide": Float8("e5m2", "channel"),
     "half-quadratic": HalfQuadratic(Int4(zero_point=True)),
+    "codebook": Codebook(3, "channel"),
+    "turbo": TurboQuant(2),
+    "mixed": MixedPrecision(Int2("channel", zero_point=True)),
     "rotated": Rotated(Int4()),
     "unrotated": Unrotated(Int8("channel")),
     "centered": Centered(Rotated(Int4())),

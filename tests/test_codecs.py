@@ -12,7 +12,21 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import kvjax
-from kvjax.codecs import Float8, HalfQuadratic, Int1, Int2, Int3, Int4, Int8, Integer, Raw, Rotated
+from kvjax.codecs import (
+    Codebook,
+    Float8,
+    HalfQuadratic,
+    Int1,
+    Int2,
+    Int3,
+    Int4,
+    Int8,
+    Integer,
+    MixedPrecision,
+    Raw,
+    Rotated,
+    TurboQuant,
+)
 from kvjax.codecs.integer import pack, unpack
 from kvjax.codecs.scales import rounded
 from kvjax.core.pytree import tree_bytes
@@ -38,7 +52,7 @@ def back(codec, x):
     return np.asarray(stored_and_back(codec)(np.asarray(x))[1])
 
 
-BITS = (1, 2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 5, 8)
 GROUPS = [("token", None), ("token", 16), ("channel", None), ("channel", 32), ("head", None),
           ("tensor", None)]  # fmt: skip
 
@@ -109,7 +123,9 @@ def test_nbytes(name, dtype):
         (Int8("channel"), 51.6), (Int4("channel"), 26.6),
         (Int2("channel"), 14.1), (Int4(zero_point=True), 28.1),
         (Int2("channel", zero_point=True), 15.6), (Int3(), 20.3),
-        (Int1(), 7.8), (Float8(), 51.6),
+        (Int1(), 7.8), (Float8(), 51.6), (Codebook(2, group_size=32), 15.6), (TurboQuant(4), 26.6),
+        (MixedPrecision(Int4("channel", zero_point=True)), 28.2),
+        (MixedPrecision(Int2("channel", zero_point=True)), 15.7),
     ],
 )  # fmt: skip
 def test_bytes_of_a_group(codec, percent):
@@ -301,13 +317,18 @@ def test_absmax_int8():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Integer(5), "bits=5: choose from 1, 2, 3, 4, 8"),
+        (lambda: Integer(6), "bits=6: choose from 1, 2, 3, 4, 5, 8"),
         (lambda: Int4("row"), "per='row': choose from token, channel, head, tensor"),
         (lambda: Int4("head", 8), "group_size=8: scales per head have no groups"),
         (lambda: Int4(group_size=0), "group_size must be an integer >= 1, got 0"),
         (lambda: Int4(scales=Raw("float32")), "scales are float16 or bfloat16, not float32"),
         (lambda: Float8("e3m4"), "kind='e3m4': choose from e4m3, e5m2"),
         (lambda: HalfQuadratic(Int4()), "has none: give it an integer codec with"),
+        (lambda: Codebook(8), "bits=8: choose from 1, 2, 3, 4"),
+        (lambda: MixedPrecision(Int4()), "needs an Integer with scales per channel, not Integer"),
+        (lambda: MixedPrecision(Int8("channel")), "codes of 2, 3 or 4 bits, not of 8"),
+        (lambda: empty(MixedPrecision(Int4("channel")), (1, 1, 1, 8, 5)), "=5 must be even"),
+        (lambda: empty(Codebook(2), (1, 1, 1, 12, 64)), "12 tokens must be a multiple of 8"),
         (lambda: Rotated(Int4), "Rotated wraps a codec, not <function Int4"),
         (lambda: empty(Int4(group_size=48)), "does not divide head_dim, 64"),
         (lambda: empty(Int4(group_size=128)), "does not divide head_dim, 64"),
@@ -337,6 +358,8 @@ def test_no_gradient_is_silently_zero():
         Int8(),
         Float8(),
         HalfQuadratic(Int4(zero_point=True)),
+        Codebook(2),
+        MixedPrecision(Int4("channel")),
     ):
         with pytest.raises(ValueError, match="a quantized cache has no gradient"):
             jax.grad(loss)(x, codec)

@@ -21,6 +21,9 @@ from kvjax.core.pytree import exportable_namedtuple
 from kvjax.core.validation import ArgumentError, as_python
 
 BITS = (1, 2, 3, 4, 8)
+"""The widths of presets."""
+WIDTHS = (1, 2, 3, 4, 5, 8)
+"""The widths of codes. Codes of 3 and 5 bits are packed as codes of 2 or 4 bits, and of 1 bit."""
 MULTIPLE = 8
 """The number of tokens of a block must be a multiple of this, so that codes of any width fill whole
 bytes."""
@@ -53,7 +56,7 @@ class Integer(ScaledCodec):
     deviation.
 
     Attributes:
-      bits: 1, 2, 3, 4 or 8.
+      bits: 1, 2, 3, 4, 5 or 8.
       per: which numbers share a scale: a group of one token's channels (``"token"``), a group of
         one channel's tokens in a block (``"channel"``), a head's numbers in a block (``"head"``),
         or a row's numbers in a block (``"tensor"``).
@@ -80,9 +83,9 @@ class Integer(ScaledCodec):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", as_python(self.bits))
-        if self.bits not in BITS:
+        if self.bits not in WIDTHS:
             raise ArgumentError(
-                f"bits={self.bits!r}: choose from {', '.join(map(str, BITS))}", param="bits"
+                f"bits={self.bits!r}: choose from {', '.join(map(str, WIDTHS))}", param="bits"
             )
         super().__post_init__()
 
@@ -143,11 +146,16 @@ class Integer(ScaledCodec):
         return jnp.clip(whole, self._lowest, 2**self.bits - 1)
 
     def to_float32(self, store: Packed) -> Array:
-        split = self.groups.split(unpack(store.codes, self.bits).astype(jnp.float32))
-        scale = self.decode_scale(store.scale)
-        if store.zero is None:
-            return in_range(self.groups.join((split - self.middle) * scale), self.dtype)
-        return in_range(self.groups.join(split * scale + self.decode_scale(store.zero)), self.dtype)
+        split = self.groups.split(self.unscaled(unpack(store.codes, self.bits)))
+        scaled = split * self.decode_scale(store.scale)
+        if store.zero is not None:
+            scaled = scaled + self.decode_scale(store.zero)
+        return in_range(self.groups.join(scaled), self.dtype)
+
+    def unscaled(self, codes: Array) -> Array:
+        """What the scales multiply, in float32."""
+        codes = codes.astype(jnp.float32)
+        return codes if self.zero_point else codes - self.middle
 
     @property
     def _levels(self) -> int:
@@ -234,8 +242,10 @@ def pack(codes: Array, bits: int) -> Array:
     n]."""
     if bits == 8:
         return codes
-    if bits == 3:
-        return jnp.concatenate([pack(codes & 3, 2), pack(codes >> 2, 1)], axis=-2)
+    if bits in (3, 5):
+        low = bits - 1
+        ones = jnp.uint8(2**low - 1)
+        return jnp.concatenate([pack(codes & ones, low), pack(codes >> low, 1)], axis=-2)
     parts = jnp.split(codes, 8 // bits, axis=-2)
     return functools.reduce(operator.or_, (part << (bits * i) for i, part in enumerate(parts)))
 
@@ -244,10 +254,10 @@ def unpack(packed: Array, bits: int) -> Array:
     """Undo ``pack``."""
     if bits == 8:
         return packed
-    if bits == 3:
-        whole = packed.shape[-2]
-        low, high = packed[..., : whole * 2 // 3, :], packed[..., whole * 2 // 3 :, :]
-        return unpack(low, 2) | unpack(high, 1) << 2
+    if bits in (3, 5):
+        first = packed.shape[-2] * (bits - 1) // bits
+        low, high = packed[..., :first, :], packed[..., first:, :]
+        return unpack(low, bits - 1) | unpack(high, 1) << (bits - 1)
     apart = packed[..., None, :, :]
     shape = (*[1] * (apart.ndim - 3), 8 // bits, 1, 1)
     shifts = bits * lax.broadcasted_iota(jnp.uint8, shape, len(shape) - 3)

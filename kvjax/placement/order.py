@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from kvjax.codecs import MULTIPLE, Codec, CodecWrapper, Integer
+from kvjax.codecs import MULTIPLE, Codebook, Codec, CodecWrapper, Integer
 from kvjax.core.target import current_platform
 from kvjax.core.typing import Array
 
@@ -170,10 +170,11 @@ def subblocks_of(codec: Codec) -> int:
     return 1
 
 
-@subblocks_of.register
-def _(codec: Integer) -> int:
-    # 3-bit codes are packed as 2-bit codes and 1-bit codes.
-    return 8 if codec.bits == 3 else 8 // codec.bits
+@subblocks_of.register(Integer)
+@subblocks_of.register(Codebook)
+def _(codec: Integer | Codebook) -> int:
+    # Codes of 3 and 5 bits are packed as codes of 2 or 4 bits, and of 1 bit.
+    return 8 if codec.bits in (3, 5) else 8 // codec.bits
 
 
 @subblocks_of.register

@@ -136,7 +136,7 @@ def _(codec: Raw, block: int, head_dim: int) -> StoreFormat | None:
 
 @format_of.register
 def _(codec: Integer, block: int, head_dim: int) -> StoreFormat | None:
-    if codec.bits == 3 or codec.per not in ("token", "channel"):
+    if codec.bits in (3, 5) or codec.per not in ("token", "channel"):
         return None
     return StoreFormat(
         block * codec.bits // 8,

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention.kernels.common import DType, KernelInputs
-from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
+from kvjax.codecs import Centered, Codebook, Codec, Float8, Integer, Raw, Store
 from kvjax.codecs.integer import Packed
 from kvjax.codecs.scales import FIELDS, Scaled, ScaledCodec
 from kvjax.codecs.wrappers import CenteredStore
@@ -80,21 +80,25 @@ def _(codec: ScaledCodec, block: int, subblocks: int, head_dim: int) -> bool:
     return channels > 1 if codec.per == "token" else tokens * subblocks >= block
 
 
-@can_tile.register
-def _(codec: Integer, block: int, subblocks: int, head_dim: int) -> bool:
-    return codec.bits != 3 and can_tile.dispatch(ScaledCodec)(codec, block, subblocks, head_dim)
+@can_tile.register(Integer)
+@can_tile.register(Codebook)
+def _(codec: Integer | Codebook, block: int, subblocks: int, head_dim: int) -> bool:
+    return codec.bits not in (3, 5) and can_tile.dispatch(ScaledCodec)(
+        codec, block, subblocks, head_dim
+    )
 
 
-@tiles_of.register
-def _(codec: Integer, store: Packed, orders: Orders, index: int, subblocks: int) -> list[Tile]:
+@tiles_of.register(Integer)
+@tiles_of.register(Codebook)
+def _(
+    codec: Integer | Codebook, store: Packed, orders: Orders, index: int, subblocks: int
+) -> list[Tile]:
     per_code = subblocks // (8 // codec.bits)  # subblocks per code of a byte
     codes = store.codes.astype(jnp.int32)
     if codec.bits < 8:
         codes = (codes >> (index // per_code * codec.bits)) & (2**codec.bits - 1)
     codes, lane_group = orders.codes.subblock(codes, index % per_code, per_code)
-    numbers = codes.astype(jnp.float32)
-    if store.zero is None:
-        numbers = numbers - codec.middle
+    numbers = codec.unscaled(codes)
     return [_scaled_tile(codec, numbers, lane_group, store, orders, index, subblocks)]
 
 
