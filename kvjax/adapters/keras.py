@@ -33,8 +33,9 @@ class _IndexedLayer(keras.layers.Layer):
 class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
     """``keras.layers.MultiHeadAttention(..., layer=)`` with a cache.
 
-    Inside ``running`` it appends keys and values to the cache and attends to the cache. Attention
-    is then causal and limited to ``sliding_window``, and masks are ignored.
+    ``layer`` is the layer's index in the cache. Inside ``running``, the layer appends keys and
+    values to the cache and attends to the cache. Attention is then causal and limited to
+    ``sliding_window``, and masks are ignored. Outside of ``running``, it is Keras' own layer.
 
     Example:
       ```python
@@ -57,7 +58,7 @@ class MultiHeadAttention(_IndexedLayer, keras.layers.MultiHeadAttention):
 class GroupQueryAttention(_IndexedLayer, keras.layers.GroupQueryAttention):
     """``keras.layers.GroupQueryAttention(..., layer=)`` with a cache; see ``MultiHeadAttention``.
 
-    The cache has ``num_key_value_heads`` heads.
+    The cache has ``num_key_value_heads`` heads per layer.
 
     Example:
       ```python

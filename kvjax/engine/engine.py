@@ -210,7 +210,7 @@ class Engine:
             search or with a guide that has no ``copy``, where it means none.
           tenant: requests share prefixes only with requests of the same tenant.
           priority: an integer. Lower numbers are scheduled first.
-          deadline: seconds after which the request ends with the tokens that it has.
+          deadline: seconds after submission at which the request ends with the tokens that it has.
           num_beams, n, length_penalty, early_stopping: settings of a beam search, as for
             ``generate``. Each beam takes a row. At the end ``Handle.beam_results`` has the ``n``
             best sequences, and the handle's tokens and text are taken from the best one. A
@@ -249,7 +249,7 @@ class Engine:
         threads run one after another.
 
         Returns:
-          Whether there is more to do.
+          Whether a request is unfinished, or output of a step has not been collected yet.
 
         Raises:
           Exception: if a program fails. All requests end with this error.
@@ -280,7 +280,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do."""
+        """Whether a request is unfinished, or output of a step has not been collected yet."""
         return bool(self._in_flight or self._inbox or self._scheduler.handles)
 
     def run(

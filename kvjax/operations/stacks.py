@@ -31,9 +31,9 @@ def stack(cache: KVCache) -> KVCache:
     copied. ``init_cache(..., stacked=True)`` creates a stacked cache directly.
 
     Layers are identical if they have the same policy, number of heads, head dimension and window.
-    If all layers form one stack, a layer index may be traced. If there are several stacks, a layer
-    is given as (stack, index within the stack). A scan over layers carries the result of
-    ``kvjax.step`` and must visit every layer once.
+    If all layers form one stack, a layer index may be traced. If there are several stacks, a traced
+    layer is given as a pair: the index of the stack, and the index in this stack. A scan over
+    layers carries the result of ``kvjax.step`` and must visit every layer once.
 
     Raises:
       ValueError: if a layer reads another layer's keys, the policy is ``policy("auto")``, or
