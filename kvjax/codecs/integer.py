@@ -105,8 +105,8 @@ class Integer(ScaledCodec):
         return self.store(x, *self.fit(x))
 
     def fit(self, x: Array) -> tuple[Array, Array]:
-        """Compute scales and zero points for numbers that are divided into groups. They are
-        float32, rounded to 16-bit numbers."""
+        """Compute scales and zero points for numbers that are divided into groups. Their dtype is
+        float32, and their values are rounded to 16-bit numbers."""
         axes, kind = self.groups.axes(x.ndim), str(self.scale_codec.dtype)
         if self.bits == 1:
             return self._fit_one_bit(x, axes, kind)

@@ -127,9 +127,9 @@ class Rotated(CodecWrapper):
     Tseng et al., arXiv:2402.04396; QuaRot, Ashkboos et al., arXiv:2404.00456).
 
     Attention applies the same transform to the queries, and the inverse transform to the weighted
-    sum of values. It never transforms the stored numbers back. If head_dim is not a power of two,
-    the transform applies to runs of channels whose length is the largest power of two that divides
-    it.
+    sum of values. Attention never transforms the stored numbers back. If head_dim is not a power of
+    two, the transform applies to runs of channels whose length is the largest power of two that
+    divides it.
 
     ``seed`` is the seed of the transform's random signs.
 

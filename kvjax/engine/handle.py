@@ -193,7 +193,7 @@ class Handle:
         return None if self.request.prompt_logprobs is None else [None, *self._prompt_scores]
 
     def take(self) -> Piece:
-        """Return the output since the last call, without text that a stop string may still
+        """Return the output since the last ``take``, without text that a stop string may still
         remove."""
         text, tokens = self._text.take()
         start, self._taken = self._taken, self._taken + len(tokens)
@@ -203,7 +203,7 @@ class Handle:
     def pieces(
         self, step: Callable[[], object], stepping: AbstractContextManager[object]
     ) -> Iterator[Piece]:
-        """Yield the request's output. While no output is available, call ``step``. See
+        """Yield the request's output. The iterator calls ``step`` while no output is available. See
         ``Engine.stream``.
 
         ``stepping`` is the lock that is held during steps.

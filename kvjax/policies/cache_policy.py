@@ -109,8 +109,8 @@ class CachePolicy:
 
     @property
     def grain(self) -> int:
-        """The alignment of slots on the placement's platform. The number of slots is a multiple of
-        it."""
+        """The number of slots is a multiple of this number, which depends on the placement's
+        platform."""
         return slot_alignment(self.placement.platform())
 
     @property

@@ -67,7 +67,8 @@ class PromptLookup:
 
 @dataclass(frozen=True, eq=False)
 class DraftModel:
-    """A smaller model that drafts tokens, with the same random numbers as the target model.
+    """A smaller model that drafts tokens, with the same random numbers as the target model, which
+    generates the text.
 
     Source: Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318.
 
