@@ -156,7 +156,7 @@ class Ring(Layout):
         return Ring(max(seen, -(-(self.chunk or 1) // block), 1), slack=0)
 
     def runs(self, length: PerRow, new: int) -> list[Run]:
-        """Return one run for the sinks and two for the ring: before its last slot, and from its
+        """Return one run for the sinks and two for the ring: up to its last slot, and from its
         first slot on. A single token has one run."""
         if new == 1:
             return [Run(self.slot_of(length[:, None])[:, 0], 0, self.slots)]
