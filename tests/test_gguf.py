@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no factors": (
         {"llama.rope.scaling.type": "longrope"},
-        r"rope\.scaling\.type is 'longrope'; expected none, linear or yarn: there is no tensor",
+        r"rope\.scaling\.type is 'longrope'; expected none, linear or yarn: the file has no",
     ),
     "per layer": (
         {"llama.attention.head_count": [4, 2]},

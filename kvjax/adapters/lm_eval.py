@@ -42,10 +42,8 @@ _LOG = logging.getLogger(__name__)
 # The import of lm_eval.models has registered the harness's own models.
 model_registry.register("kvjax", target="kvjax.adapters.lm_eval:KvjaxLM")
 
-DEFAULT_MAX_LENGTH = 2048
-"""Of models whose config has no number of positions, as in the harness."""
-_ROWS, _ROWS_ON_ACCELERATORS = 8, 64
-"""What ``batch_size=auto`` means on a CPU and elsewhere."""
+DEFAULT_MAX_LENGTH = 2048  # of models whose config has no number of positions, as in the harness
+_ROWS, _ROWS_ON_ACCELERATORS = 8, 64  # what batch_size=auto means on a CPU and elsewhere
 
 
 class KvjaxLM(TemplateLM):

@@ -18,8 +18,8 @@ from .tokenizer import gguf_tokenizer
 
 
 def find_gguf(path: Path) -> Path | None:
-    """The GGUF file at a path: the file itself, or the only one in a folder without another
-    format. Of a model in several shards, the first. None if there is none.
+    """Return the GGUF file at a path: the file itself, or the only GGUF model in a folder without
+    safetensors files (its first shard, if it has several). None if the path has no such file.
 
     Raises:
       CheckpointError: if the folder has several models.
@@ -39,7 +39,7 @@ def is_gguf(name: str) -> bool:
 
 
 def only_model(where: str, names: Iterable[str]) -> str | None:
-    """The only model among the GGUF files with these names; None if there is none.
+    """Return the only GGUF model among the files with these names, or None.
 
     Vision parts (``mmproj``), importance matrices and shards after the first are not counted.
 
@@ -48,7 +48,7 @@ def only_model(where: str, names: Iterable[str]) -> str | None:
       names: names or paths of files, also of other formats.
 
     Raises:
-      CheckpointError: if there are several models. The message lists them.
+      CheckpointError: if several of the files are models. The message lists them.
     """
     models = []
     for name in names:

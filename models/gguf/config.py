@@ -171,7 +171,9 @@ def _rope(meta: Metadata, head_dim: int, context: int, partial: bool) -> Json:
     if factors and kind not in ("none", "longrope"):
         raise meta.wrong(key, "none or longrope: the file has factors of frequencies as tensors")
     if kind == "longrope" and not factors:
-        raise meta.wrong(key, "none, linear or yarn: there is no tensor rope_factors_long.weight")
+        raise meta.wrong(
+            key, "none, linear or yarn: the file has no tensor rope_factors_long.weight"
+        )
     return rope | factors
 
 
@@ -198,8 +200,8 @@ def _yarn(meta: Metadata, context: int) -> Json:
 
 
 def _stored_factors(meta: Metadata, count: int, context: int) -> Json:
-    """Divisors of the ``count`` frequencies that the file stores as tensors: of Llama 3, the same
-    for every length; of LongRoPE, two sets. Empty if there are none."""
+    """Read the divisors of the ``count`` frequencies that some files store as tensors: one set for
+    Llama 3, two sets for LongRoPE. Empty without such tensors."""
     trained = meta.integer("rope.scaling.original_context_length", context)
     names = ("rope_factors_short.weight", "rope_factors_long.weight")
     if "rope_freqs.weight" in meta.tensors:

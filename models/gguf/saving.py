@@ -1,4 +1,4 @@
-"""Write what a GGUF file has besides weights as the files of a checkpoint of Transformers."""
+"""Write the config, tokenizer and settings of a GGUF file for Transformers."""
 
 import json
 from dataclasses import asdict

@@ -32,7 +32,7 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "▁"
 _SUPPORTED = ("gemma4", "gpt2", "llama", "t5")
 _NO_TOKEN = 2**32 - 1
-"""-1 as uint32: some files store it where there is no such token."""
+"""-1 as uint32, which some files store for a token that they do not have."""
 _SPECIAL_TOKENS = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
@@ -63,7 +63,7 @@ def gguf_tokenizer(file: Path, metadata: Mapping[str, object]) -> Tokenizer | No
         arrays of those.
 
     Returns:
-      The tokenizer, or None if ``tokenizer.ggml.model`` is missing or says that there is none.
+      The tokenizer, or None if ``tokenizer.ggml.model`` is missing, ``none`` or ``no_vocab``.
 
     Raises:
       CheckpointError: if a key is missing or has an invalid value, or if the kind of tokenizer is
@@ -177,7 +177,7 @@ def _adds(fields: Fields, which: str, special: Mapping[str, str], default: bool)
     """Whether ``encode`` adds BOS (``which`` is "bos") or EOS."""
     key, exists = f"tokenizer.ggml.add_{which}_token", f"{which}_token" in special
     if fields.flag(key, False) and not exists:
-        raise fields.wrong(key, f"false, because there is no tokenizer.ggml.{which}_token_id")
+        raise fields.wrong(key, f"false without tokenizer.ggml.{which}_token_id")
     if which == "bos" and "gemma4" in (fields.raw(_MODEL), fields.raw(_PRE)):
         return exists  # llama.cpp overrides the flag: the models need the token
     return fields.flag(key, default) and exists
