@@ -335,7 +335,8 @@ class PolicyCase(NamedTuple):
 
 
 def policy_case(codecs: tuple[str, ...], layout: str, placement: str = "device") -> PolicyCase:
-    """What the cells' names say; the codecs have 0, 1 and 2 recent blocks in turns."""
+    """What the cells' names say; the codecs have 0, 1 and 2 recent blocks, and
+    0 and 3 raw sinks, in turns."""
     made, sight = LAYOUTS[layout]
     place = PLACEMENTS[placement]
     if codecs[0] in RAW:
@@ -344,8 +345,10 @@ def policy_case(codecs: tuple[str, ...], layout: str, placement: str = "device")
         return PolicyCase(policy, rounded(dtype), 1e-5 if dtype == "float32" else 1e-3, sight)
     keys, values = (CODECS[name] for name in codecs)
     recent = [*CODECS].index(codecs[0]) % 3
-    policy = kvjax.CachePolicy(made, keys, values, place, block=BLOCK, recent=recent)
-    tail = naive.Coded(BLOCK, recent, codes(keys), codes(values), keys.before_rotary)
+    sinks = 3 * ([*CODECS].index(codecs[0]) % 2)
+    policy = kvjax.CachePolicy(made, keys, values, place, BLOCK, recent, sinks=sinks)
+    sinks *= sight[0] is None
+    tail = naive.Coded(BLOCK, recent, codes(keys), codes(values), keys.before_rotary, sinks)
     return PolicyCase(policy, tolerance=1e-3, sight=sight, coded=tail)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 class Coded(NamedTuple):
     """A layer with a tail: what a query sees through codecs is older than its own block of
     ``block`` tokens and the ``recent`` ones before it. ``keys`` and ``values`` are what the codecs
-    do to a block [kv_heads, block, head_dim]; ``unrotated``: keys are coded before their rotation.
+    do to a block [kv_heads, block, head_dim]; ``unrotated``: keys are coded before their rotation;
+    ``sinks``: the first tokens, which are never seen through codecs.
     """
 
     block: int
@@ -20,6 +21,7 @@ class Coded(NamedTuple):
     keys: Any
     values: Any
     unrotated: bool
+    sinks: int = 0
 
 
 def logits(
@@ -120,7 +122,7 @@ def attended(
             old = max(position // coded.block - coded.recent, 0) * coded.block
             while len(body[0][0]) < old:
                 _encode_block(coded, len(body[0][0]), keys, *held, body, theta)
-        first = min(sinks, old)
+        first = min(max(sinks, 0 if coded is None else coded.sinks), old)
         k_seen, v_seen = (
             {h: every[h][:first] + part[h][first:old] + every[h][old:] for h in heads}
             for every, part in zip(held, body, strict=True)

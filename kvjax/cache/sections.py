@@ -267,6 +267,8 @@ def sections(
         orders=layer.orders,
         **_positions(lambda shard: replace(split, shard=shard), shard, length, written),
     )
+    if not policy.layout.sinks and layer.strip is None and shard is None:
+        together = True  # no distance is capped
     regions = functools.partial(_regions, split.tail, mask_slots, together)
 
     def in_tail(

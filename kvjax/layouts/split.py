@@ -92,7 +92,8 @@ class Split:
     """The rule of sight, which divides a layer into a raw tail and a body of encoded blocks.
 
     The query at position ``p`` sees its own block and the ``recent`` blocks before it raw, and
-    everything older through the codec. Sinks stay raw as well.
+    everything older through the codec. The first tokens stay raw as well: the layout's sinks, or
+    ``sinks`` of them in a layout that keeps all tokens.
 
     A block is encoded when the first query arrives that must not see it raw. At this point the
     whole block is still in the tail. Which blocks are in the body depends only on the row's length.
@@ -110,12 +111,14 @@ class Split:
     parts: int = 1
     grain: int = 1
     shard: Shard | None = None
+    sinks: int = 0
 
     @property
     def tail(self) -> Ring:
         """The layout of the newest tokens. It has one more block than queries see, so that a call
         of one block overwrites nothing that its own queries see, and one block can be rewound."""
-        newest = Ring((self.recent + 1) * self.block, self.layout.sinks, self.block)
+        sinks = self.sinks if self.layout.window is None else self.layout.sinks
+        newest = Ring((self.recent + 1) * self.block, sinks, self.block)
         return newest.rounded(self.grain)
 
     @property
@@ -158,7 +161,7 @@ class Split:
         """Return `Layout.rewindable`. It is at least a block, because the tail still has the tokens
         that the next query sees raw and the block that will be encoded next. It is less only if the
         layout itself has less slack."""
-        kept = written - self.tail.slots + self.layout.sinks  # first position in the tail's ring
+        kept = written - self.tail.slots + self.tail.sinks  # first position in the tail's ring
         blocks = -(-kept // self.block) + self.recent
         least = jnp.where(kept > 0, blocks * self.block + 1, 0)
         return jnp.minimum(jnp.maximum(length - least, 0), self.layout.rewindable(length, written))

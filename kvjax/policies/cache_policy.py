@@ -31,6 +31,10 @@ class CachePolicy:
     tokens of the same call raw, as in Transformers and KIVI. The logits then depend on how the
     tokens are divided into calls.
 
+    With ``sinks``, the first tokens of a row stay raw too, in the tail. Many models give much of
+    their attention to the first token (an attention sink, Xiao et al., arXiv:2309.17453), and its
+    keys are much larger than others. A ring has its own ``sinks`` instead.
+
     ``raw`` has the codecs of the tail's keys and values. ``resolve`` sets it. Without a tail, it is
     None.
 
@@ -50,6 +54,7 @@ class CachePolicy:
     block: int = 64
     recent: int = 1
     prefill: str = "sight"
+    sinks: int = 0
     raw: tuple[Raw, Raw] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -62,6 +67,7 @@ class CachePolicy:
                     f"{CachePolicy.__dataclass_fields__[part].default_factory()!r}"
                 )
         normalize_int_field(self, "recent", 0)
+        normalize_int_field(self, "sinks", 0)
         if normalize_int_field(self, "block", 1) % MULTIPLE:
             raise ArgumentError(
                 f"block={self.block}: packed codes need a multiple of {MULTIPLE}", param="block"
@@ -118,7 +124,7 @@ class CachePolicy:
         """How tokens are divided between tail and body, for a policy with a tail."""
         blocks = block_alignment(self.placement.platform(), self.layout.slots, self.block)
         parts = self.placement.parts * blocks
-        return Split(self.layout, self.block, self.recent, parts, self.grain)
+        return Split(self.layout, self.block, self.recent, parts, self.grain, sinks=self.sinks)
 
     @property
     def stored_layout(self) -> Layout:
@@ -142,11 +148,11 @@ class CachePolicy:
         return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
 
     @property
-    def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str] | None]:
+    def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str, int] | None]:
         """A key that is equal for policies that store the same numbers, in any layout. It has the
         codecs and, for blockwise codecs, the settings of which tokens queries see raw."""
         blockwise = self.keys.blockwise or self.values.blockwise
-        sight = (self.block, self.recent, self.prefill) if blockwise else None
+        sight = (self.block, self.recent, self.prefill, self.sinks) if blockwise else None
         return self.keys, self.values, sight
 
     @property

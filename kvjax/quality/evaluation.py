@@ -156,7 +156,7 @@ def seen_encoded(layer: LayerCache, at: int, call: int) -> int:
     policy, layout = layer.policy, layer.policy.layout
     raw = min(max(at // policy.block - policy.recent, 0) * policy.block, call)
     window = min(layout.window or at + 1, layer.window or at + 1)
-    return max(raw - max(at - window + 1, layout.sinks), 0)
+    return max(raw - max(at - window + 1, policy.split.tail.sinks), 0)
 
 
 def _in_body(policy: CachePolicy, tokens: int) -> int:
