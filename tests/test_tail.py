@@ -48,6 +48,42 @@ def test_the_rule_of_sight_in_numbers(block, recent):
     assert split.body.slots == 999 // block - recent
 
 
+@pytest.mark.parametrize("layout", [Dense(), Growing()], ids=str)
+def test_the_first_tokens_stay_raw(layout):
+    coded = kvjax.CachePolicy(layout, CODECS["int2"], CODECS["int2"], block=BLOCK, sinks=3)
+    found = []
+    for policy in (kvjax.CachePolicy(layout), coded):
+        cache = kvjax.init_cache(CONFIG, policy, batch=BATCH, max_len=MAX_LEN)
+        for start in range(0, 48, 16):
+            _, cache = fed(None, 16, cache=cache, start=start)
+        keys, values, at = map(np.asarray, READ(cache, 0))
+        order = np.array([[row.tolist().index(position) for position in range(48)] for row in at])
+        found.append([np.take_along_axis(x, order[:, None, :, None], 2) for x in (keys, values)])
+    for exact, stored in zip(*found, strict=True):
+        same = (exact == stored).all((0, 1, 3))
+        assert same[:3].all() and same[-2 * BLOCK :].all()
+        assert not same[3 : -2 * BLOCK].any()
+
+
+def test_a_ring_has_its_own_sinks():
+    for sinks in (0, 2):
+        policy = kvjax.CachePolicy(Ring(20, sinks=sinks), CODECS["int2"], block=BLOCK, sinks=3)
+        cache = kvjax.init_cache(CONFIG, policy, batch=BATCH)
+        assert cache.layers[0].policy.split.tail.sinks == sinks
+    with pytest.raises(ValueError, match="sinks must be an integer >= 0, got -1"):
+        kvjax.CachePolicy(sinks=-1)
+
+
+def test_concatenated_caches_have_equally_many_raw_sinks():
+    caches = [
+        kvjax.init_cache(CONFIG, kvjax.CachePolicy(keys=Int8(), sinks=sinks), max_len=MAX_LEN)
+        for sinks in (0, 4)
+    ]
+    with pytest.raises(ValueError, match="store or show different tokens"):
+        kvjax.concatenate(caches)
+    kvjax.concatenate([kvjax.convert(caches[0], caches[1].layers[0].policy), caches[1]])
+
+
 def calls(start, stop, size):
     """The start and the number of tokens of calls: ``size`` at once, then one by one, because each
     size compiles."""
