@@ -124,8 +124,8 @@ def test_nbytes(name, dtype):
         (Int2("channel"), 14.1), (Int4(zero_point=True), 28.1),
         (Int2("channel", zero_point=True), 15.6), (Int3(), 20.3),
         (Int1(), 7.8), (Float8(), 51.6), (Codebook(2, group_size=32), 15.6), (TurboQuant(4), 26.6),
-        (MixedPrecision(Int4("channel", zero_point=True)), 28.2),
-        (MixedPrecision(Int2("channel", zero_point=True)), 15.7),
+        (MixedPrecision(Int4("channel", zero_point=True)), 28.9),
+        (MixedPrecision(Int2("channel", zero_point=True)), 16.4),
     ],
 )  # fmt: skip
 def test_bytes_of_a_group(codec, percent):

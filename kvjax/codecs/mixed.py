@@ -18,11 +18,11 @@ FEW_ROWS = 16
 
 @exportable_namedtuple
 class Mixed(NamedTuple):
-    """A store: ``large`` uint8[batch, kv_heads, blocks, 1, head_dim / 8], a bit per channel that
-    tells whether it is one of the large ones, and the stores of the large channels (``high``) and
-    of the others (``low``), in the order of channels."""
+    """A store: the channels of each block from the largest to the smallest, ``order``, unsigned
+    [batch, kv_heads, blocks, 1, head_dim]; and the stores of the first half of them (``high``) and
+    of the second half (``low``), in this order."""
 
-    large: Array
+    order: Array
     high: Store
     low: Store
 
@@ -84,26 +84,23 @@ class MixedPrecision(Codec):
         if shape[-1] % 2:
             raise ValueError(f"head_dim={shape[-1]} must be even for two equal sets of channels")
         half = (*shape[:-1], shape[-1] // 2)
-        large = jnp.zeros((*shape[:-2], 1, -(-shape[-1] // 8)), jnp.uint8)
-        return Mixed(large, self.high.empty(half), self.low.empty(half))
+        order = jnp.zeros((*shape[:-2], 1, shape[-1]), _index_dtype(shape[-1]))
+        return Mixed(order, self.high.empty(half), self.low.empty(half))
 
     def encode(self, x: Array) -> Mixed:
         """Encode blocks [..., block, head_dim]. NaN is encoded as 0."""
         x = undifferentiable(finite(x))
         half = x.shape[-1] // 2
-        # Only exact operations and one product, so the choice does not depend on how XLA fuses
-        # them. Division by the head's largest magnitude avoids overflow and underflow.
+        # No operation here rounds differently if XLA fuses it with others, so the order does not
+        # depend on how the sequence was divided. The quotients can't overflow.
         size = jnp.max(jnp.abs(x), -2, keepdims=True)
         span = jnp.max(x, -2, keepdims=True) - jnp.min(x, -2, keepdims=True)
         most = jnp.max(size, -1, keepdims=True)
         most = jnp.where(most == 0, 1.0, most)
         order = jnp.argsort(-((span / most) * (size / most)), axis=-1)
-        rank = jnp.argsort(order, axis=-1)
-        is_large = rank < half
-        ordered = jnp.take_along_axis(x, _stored_order(is_large), axis=-1)
-        high, low = ordered[..., :half], ordered[..., half:]
-        large = jnp.packbits(is_large, axis=-1)
-        return Mixed(large, self.high.encode(high), self.low.encode(low))
+        ordered = jnp.take_along_axis(x, order, axis=-1)
+        high, low = self.high.encode(ordered[..., :half]), self.low.encode(ordered[..., half:])
+        return Mixed(order.astype(_index_dtype(x.shape[-1])), high, low)
 
     def decode(self, store: Mixed) -> Array:
         return self._to_float32(store).astype(self.dtype)
@@ -111,31 +108,25 @@ class MixedPrecision(Codec):
     def scores(self, queries: Array, store: Mixed) -> Array:
         if not on_cpu() or queries.shape[2] > FEW_ROWS:
             return plain_scores(queries, self._to_float32(store))
-        numbers = self._stored_numbers(store)
-        order = _stored_order(_unpack_mask(store.large, numbers.shape[-1]))
+        numbers = self._stored_numbers(store).astype(queries.dtype)
+        order = store.order.astype(jnp.int32)
         rows = jnp.take_along_axis(queries[:, :, None], order, axis=-1)
-        scores = product("bhntd,bhnrd->bhrnt", numbers.astype(queries.dtype), rows)
+        scores = product("bhntd,bhnrd->bhrnt", numbers, rows)
         return scores.reshape(*scores.shape[:3], -1)
 
     def _to_float32(self, store: Mixed) -> Array:
-        numbers = self._stored_numbers(store)
-        is_large = _unpack_mask(store.large, numbers.shape[-1])
-        rank = jnp.cumsum(is_large, axis=-1, dtype=jnp.int32)
-        channel = jnp.arange(numbers.shape[-1], dtype=jnp.int32)
-        place = jnp.where(is_large, rank - 1, numbers.shape[-1] // 2 + channel - rank)
-        restored = jnp.take_along_axis(numbers, place, axis=-1)
+        order = store.order.astype(jnp.int32)
+        channels = jnp.broadcast_to(jnp.arange(order.shape[-1], dtype=jnp.int32), order.shape)
+        place = jnp.put_along_axis(jnp.zeros_like(order), order, channels, axis=-1, inplace=False)
+        restored = jnp.take_along_axis(self._stored_numbers(store), place, axis=-1)
         return in_range(restored, self.dtype)
 
     def _stored_numbers(self, store: Mixed) -> Array:
-        """The numbers in float32, large channels first."""
+        """The numbers in float32, in the order of the store."""
         high, low = self.high.to_float32(store.high), self.low.to_float32(store.low)
         return jnp.concatenate([high, low], axis=-1)
 
 
-def _stored_order(is_large: Array) -> Array:
-    """The channels in the order in which they are stored: the large ones first."""
-    return jnp.argsort(~is_large, axis=-1)
-
-
-def _unpack_mask(large: Array, head_dim: int) -> Array:
-    return jnp.unpackbits(large, axis=-1, count=head_dim).astype(bool)
+def _index_dtype(head_dim: int) -> type[jnp.uint8] | type[jnp.uint16]:
+    """The dtype of channel numbers."""
+    return jnp.uint8 if head_dim <= 256 else jnp.uint16
