@@ -29,6 +29,7 @@ from kvjax.codecs import (
     Int4,
     Int8,
     Rotated,
+    TurboQuant,
     Unrotated,
 )  # fmt: skip
 from kvjax.core.compat import JAX
@@ -60,6 +61,7 @@ POLICIES = {
         keys=Rotated(Int4()),
         values=Rotated(Int4()),
     ),
+    "turbo": kvjax.CachePolicy(keys=TurboQuant(4), values=TurboQuant(2), sinks=4),
     "centered": kvjax.CachePolicy(keys=Centered(Int4()), values=Int8("channel")),
     "raw-int4": kvjax.CachePolicy(values=Int4(zero_point=True)),
     "half-quadratic": kvjax.CachePolicy(
@@ -161,7 +163,7 @@ def by_position(cache):
             ("int8", "float32"), ("int4-int2", "float32"),
             ("sinks-int2", "float32"), ("int4", "float32"), ("float8", "float32"),
             ("rotated", "float32"), ("centered", "float32"), ("raw-int4", "float32"),
-            ("half-quadratic", "float32"),
+            ("turbo", "float32"), ("half-quadratic", "float32"),
             ("int4", "bfloat16"), ("raw", "float32"),
         )),
     ],
