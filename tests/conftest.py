@@ -72,6 +72,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "slow(but): left out by the README's command, but for these parameters"
     )
+    config.addinivalue_line("markers", "part: of which `.ci/run` runs one part for each commit")
     config.addinivalue_line("markers", "rare: of one of the shards, and of a full run, alone")
     if SLOW not in ("", "1", "only"):
         raise pytest.UsageError(f"KVJAX_SLOW is {SLOW!r}; it is '1', 'only' or empty")
@@ -97,7 +98,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def wanted(item: pytest.Item) -> bool:
     """Whether the environment asks for a test. Of a shard (``KVJAX_SHARD=k/n``) these are its cells
     of the law matrix and its rare tests alone; with ``KVJAX_CELLS=k/n`` one part alone of the
-    cells, and all that is no cell."""
+    cells, and all that is no cell; with ``KVJAX_PART=k/n`` one part of the tests with the mark
+    ``part``, and all others."""
 
     def has(mark: str) -> bool:
         return item.get_closest_marker(mark) is not None
@@ -107,6 +109,8 @@ def wanted(item: pytest.Item) -> bool:
         return zlib.crc32(item.nodeid.encode()) % parts == number % parts
 
     if (cells := os.environ.get("KVJAX_CELLS")) and has("cells") and not of_part(cells):
+        return False
+    if (part := os.environ.get("KVJAX_PART")) and has("part") and not of_part(part):
         return False
     if shard := os.environ.get("KVJAX_SHARD"):
         return has("cells") or (has("rare") and of_part(shard))

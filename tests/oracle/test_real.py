@@ -89,6 +89,7 @@ LOSSY = {"bits=8": 1e-3, "bits=4": 1e-2, "bits=3": 5e-2, "bits=2": 0.6}
 """Bounds of the mean divergence from full precision, in nats."""
 
 
+@pytest.mark.part
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_lossless_caches(
     name: str, lm: models.LanguageModel, prompts: list[list[int]], answers: list[list[int]]
@@ -98,6 +99,7 @@ def test_lossless_caches(
     assert [np.asarray(tokens).tolist() for tokens in result.tokens] == answers[:FEW]
 
 
+@pytest.mark.part
 def test_quantized_caches(lm: models.LanguageModel, text: list[int]) -> None:
     policies = {name: parse_policy(name) for name in LOSSY}
     quality = kvjax.evaluate(lm, text, policies)
@@ -110,6 +112,7 @@ def engine(lm: models.LanguageModel) -> kvjax.Engine:
     return kvjax.Engine(lm, limits=InferenceLimits(max_batch_size=FEW, max_seq_len=256))
 
 
+@pytest.mark.part
 def test_engine(engine: kvjax.Engine, prompts: list[list[int]], answers: list[list[int]]) -> None:
     handles = [engine.submit(prompt, max_new_tokens=NEW) for prompt in prompts[:FEW]]
     while not all(handle.done for handle in handles):
@@ -117,6 +120,7 @@ def test_engine(engine: kvjax.Engine, prompts: list[list[int]], answers: list[li
     assert [handle.tokens for handle in handles] == answers[:FEW]
 
 
+@pytest.mark.part
 def test_server(lm: models.LanguageModel, answers: list[list[int]]) -> None:
     """Chat completions over HTTP have the same texts."""
     from tests.test_serve import RunningServer
@@ -131,6 +135,7 @@ def test_server(lm: models.LanguageModel, answers: list[list[int]]) -> None:
             assert response.json()["choices"][0]["message"]["content"] == wanted
 
 
+@pytest.mark.part
 def test_chat(lm: models.LanguageModel, answers: list[list[int]]) -> None:
     """A chat answers as ``generate`` does, and a second turn as a new chat of both turns would."""
     chat = kvjax.Chat(lm, max_new_tokens=NEW, max_len=512)
@@ -147,6 +152,7 @@ def test_chat(lm: models.LanguageModel, answers: list[list[int]]) -> None:
     assert chat.stats.cached_tokens > 0
 
 
+@pytest.mark.part
 def test_beams(lm: models.LanguageModel, theirs: Any, torch: Any, prompts: list[list[int]]) -> None:
     prompt = prompts[4]
     ends = list(lm.generation.eos_token_ids)
@@ -160,6 +166,7 @@ def test_beams(lm: models.LanguageModel, theirs: Any, torch: Any, prompts: list[
     np.testing.assert_allclose(result.sequence_scores, found.sequences_scores, rtol=1e-4)
 
 
+@pytest.mark.part
 @pytest.mark.parametrize("draft", ["lookup", "first layers"])
 def test_drafts(
     draft: str, lm: models.LanguageModel, prompts: list[list[int]], answers: list[list[int]]
@@ -169,6 +176,7 @@ def test_drafts(
     assert [np.asarray(tokens).tolist() for tokens in result.tokens] == answers[:FEW]
 
 
+@pytest.mark.part
 def test_saved_caches(
     lm: models.LanguageModel, prompts: list[list[int]], answers: list[list[int]], tmp_path: Path
 ) -> None:
@@ -184,6 +192,7 @@ def test_saved_caches(
     assert np.asarray(rest.tokens[0]).tolist() == answer[8:]
 
 
+@pytest.mark.part
 def test_saved_checkpoint(
     lm: models.LanguageModel, transformers: Any, prompts: list[list[int]], tmp_path: Path
 ) -> None:
