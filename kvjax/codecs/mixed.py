@@ -127,6 +127,6 @@ class MixedPrecision(Codec):
         return jnp.concatenate([high, low], axis=-1)
 
 
-def _index_dtype(head_dim: int) -> type[jnp.uint8] | type[jnp.uint16]:
+def _index_dtype(head_dim: int) -> jnp.dtype:
     """The dtype of channel numbers."""
-    return jnp.uint8 if head_dim <= 256 else jnp.uint16
+    return jnp.dtype("uint8" if head_dim <= 256 else "uint16")
