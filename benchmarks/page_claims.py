@@ -107,7 +107,7 @@ def quality_row(label: str, found: dict[str, Any]) -> str:
 
 
 def decimal(x: float, digits: int = 0) -> Decimal:
-    """A number rounded to so many digits after the point, halves up."""
+    """Round ``x`` to ``digits`` digits after the decimal point. A half is rounded up."""
     return Decimal(repr(x)).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP)
 
 

@@ -155,7 +155,7 @@ def log_softmax_of(logits: Any) -> np.ndarray:
 def llama_cpp_quality(
     folder: Path, config: Any, windows: np.ndarray, keys: str, values: str
 ) -> Quality:
-    """Figures of a quantized cache of llama.cpp, beside its own with 16-bit floats."""
+    """Compare a quantized cache of llama.cpp with its own cache of 16-bit floats."""
     from benchmarks import engine_llama_cpp as llama_cpp
     from benchmarks.gguf_file import to_gguf
 
@@ -183,7 +183,7 @@ def compared(true: np.ndarray, other: np.ndarray, targets: np.ndarray) -> np.nda
 
 
 def peer_bytes(share: float, config: Any) -> CacheBytes:
-    """Those of a cache of a model that takes so much of a bfloat16 one."""
+    """Return the bytes of a peer's cache that takes ``share`` of the bytes of a bfloat16 cache."""
     raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
     context = config.max_position_embeddings
     return CacheBytes(
@@ -223,20 +223,20 @@ def main() -> None:
             return
         ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
         for peer in given.peers:
-            beside = {f"kvjax {name}": quality for name, quality in ours.items()}
+            results = {f"kvjax {name}": quality for name, quality in ours.items()}
             ways: dict[str, tuple[Callable[..., Quality], dict[str, Any]]] = {
                 "transformers": (transformers_quality, TRANSFORMERS),
                 "llama_cpp": (llama_cpp_quality, LLAMA_CPP),
             }
             measure, caches = ways[peer]
             for name, setting in caches.items():
-                beside[name] = measure(folder, lm.config, windows, *setting)
-                print(name, asdict(beside[name].overall), flush=True)
-                write(beside, given.out, part, peer, title)
+                results[name] = measure(folder, lm.config, windows, *setting)
+                print(name, asdict(results[name].overall), flush=True)
+                write(results, given.out, part, peer, title)
 
 
 def write(found: Mapping[str, Quality], folder: Path, part: str, name: str, title: str) -> None:
-    """A table on the screen, and beside it JSON and a plot in a folder."""
+    """Print a table, and write it to a folder with the figures as JSON and a plot."""
     table = "\n\n".join(
         [
             reports.format_columns(reports.quality_rows(found)),

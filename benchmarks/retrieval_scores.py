@@ -19,8 +19,8 @@ from kvjax.generation.loaded_model import LanguageModel
 from kvjax.policies.presets import PolicyChoice
 
 CONTEXT_CHUNK, CHUNK = 512, 16
-"""Tokens per call: of the context, and of what follows. The last call is padded, so that all items
-of a length share a policy's programs."""
+"""Tokens per call, for the context and for the question with its answer. The last call is padded,
+so that all items of one length use the same programs."""
 FULL = kvjax.policy("static")
 FORK_BYTES = 4 << 30
 """The most bytes of the forks that candidates are scored on together."""

@@ -297,7 +297,7 @@ def _words(rng: random.Random) -> str:
 
 
 def _distinct(draw: Callable[[], str], count: int, apart: Sequence[str]) -> list[str]:
-    """Values none of which is part of another or of the texts ``apart``."""
+    """Return values that are not substrings of each other or of the texts ``apart``."""
     found: list[str] = []
     while len(found) < count:
         value = draw()

@@ -64,10 +64,10 @@ def load(
         devices as are necessary to hold the weights. None always uses the default device.
 
     Returns:
-      The model. Its parameters are uncommitted on the default device, so that a training step with
-      a new optimizer state compiles once, or committed to the devices of the mesh. On a CPU without
-      a mesh, all parameters share one allocation, which is freed with the last of them. The first
-      step that donates them therefore copies them.
+      The model. On a mesh, its parameters are committed to the mesh's devices. Otherwise they are
+      uncommitted on the default device, so that a training step with a new optimizer state compiles
+      once. On a CPU without a mesh, all parameters share one allocation, which is freed with the
+      last of them. The first step that donates them therefore copies them.
 
     Raises:
       CheckpointError: if the checkpoint can't be found or read. The message names the file and the

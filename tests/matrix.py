@@ -20,7 +20,6 @@ import pytest
 import kvjax
 from kvjax.codecs import (
     Centered,
-    Codebook,
     Float8,
     HalfQuadratic,
     Int1,
@@ -55,7 +54,6 @@ CODECS: dict[str, Any] = {
     "float8": Float8(),
     "float8-wide": Float8("e5m2", "channel"),
     "half-quadratic": HalfQuadratic(Int4(zero_point=True)),
-    "codebook": Codebook(3, "channel"),
     "turbo": TurboQuant(2),
     "mixed": MixedPrecision(Int2("channel", zero_point=True)),
     "rotated": Rotated(Int4()),

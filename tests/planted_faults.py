@@ -61,8 +61,7 @@ FAULTS = (
     ),
     Fault(
         "a zero point is forgotten", "codecs/integer.py",
-        "self.groups.join(split * scale + self.decode_scale(store.zero))",
-        "self.groups.join(split * scale)", ("codecs",),
+        "scaled = scaled + self.decode_scale(store.zero)", "pass", ("codecs",),
     ),
     Fault(
         "empty slots contribute to the weighted values of few rows", "codecs/codec.py",

@@ -102,8 +102,8 @@ def attend(
         ``advance``, or, with ``causal=False``, tokens were appended since then; ``lengths`` differ
         from the lengths that ``append`` received; ``window`` or ``soft_cap`` is not positive;
         ``sinks`` exceeds what a ring keeps; or ``path`` is unknown or does not support the inputs.
-        A stack of layers with a tail has one more rule. In a call of more than a block of tokens,
-        queries must attend to the layer that was appended to last. Otherwise ``attend`` raises this
+        A stack of layers with a tail has one more rule. If a call has more tokens than a block,
+        call ``attend`` for each layer right after its ``append``. Otherwise ``attend`` raises this
         error too, or returns NaN if the layer's index is traced.
 
     Example:

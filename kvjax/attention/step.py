@@ -131,7 +131,7 @@ def step(cache: KVCache | None, tokens: ArrayLike, *, lengths: Counts | None = N
     Args:
       cache: the cache. Donate it to write in place. With None, tokens attend without a cache: each
         sees itself and the tokens before it in the call.
-      tokens: an array [batch, new, ...], of which only the shape is used, or the number ``new``.
+      tokens: an array [batch, new, ...], or the number ``new``. Only the array's shape is used.
       lengths: int32[batch], the number of real tokens per row, by default ``new``. Without a cache
         it is not used, because no token sees the padding after it.
 

@@ -268,7 +268,9 @@ def sections(
         **_positions(lambda shard: replace(split, shard=shard), shard, length, written),
     )
     if not policy.layout.sinks and layer.strip is None and shard is None:
-        together = True  # no distance is capped
+        together = (
+            True  # only sinks of a ring need a section of their own: distances to them are capped
+        )
     regions = functools.partial(_regions, split.tail, mask_slots, together)
 
     def in_tail(

@@ -40,8 +40,8 @@ class Codec(Protocol):
     """How numbers are stored. A codec is a frozen, hashable dataclass with static fields.
 
     Numbers have the shape [batch, kv_heads, blocks, block, head_dim] for a blockwise codec, and
-    [batch, kv_heads, tokens, head_dim] for other codecs. Each array of the store has the batch on
-    axis 0 and the blocks or tokens on axis 2.
+    [batch, kv_heads, tokens, head_dim] for other codecs. The encoded numbers (the store) are
+    a pytree of arrays, each with the batch on axis 0 and the blocks or tokens on axis 2.
 
     A subclass inherits ``nbytes``, ``scores``, ``weighted_values``, ``before_rotary`` and
     ``joins_heads``, and defines everything else.

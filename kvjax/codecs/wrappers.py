@@ -71,9 +71,9 @@ class HalfQuadratic(CodecWrapper):
     Shaji, 2023, https://mobiusml.github.io/hqq_blog/).
 
     The zero points minimize the error in a norm that gives little weight to outliers. Each step
-    shrinks the current error (a proximal step), and sets the zero point of a group to the mean of
-    the remainder. The scales do not change. A group keeps its original zero point if the search
-    does not reduce its error.
+    shrinks the current error (a proximal step). It subtracts the scaled codes and the shrunk error
+    from a group's numbers, and takes the mean of the result as the group's zero point. The scales
+    do not change. A group keeps its original zero point if the search does not reduce its error.
 
     ``steps`` is the number of steps.
 

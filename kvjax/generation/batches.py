@@ -61,8 +61,8 @@ def generate_batches(
 
     While one batch decodes, a second thread prepares the next ``limits.prefetch_steps`` batches (1
     by default, 0 if there are several processes): it tokenizes and checks the prompts and starts
-    the transfer of their tokens. With ``placement``, it also moves the first ``prefetch_steps``
-    layers of the next batch's cache.
+    the transfer of their tokens. With ``placement``, it also moves layers of the next batch's
+    cache: ``prefetch_steps`` is the number of these layers too.
 
     Args:
       lm: a model from ``kvjax.models.load``.
@@ -73,15 +73,16 @@ def generate_batches(
         moves caches back that ``offload`` moved to the host. By default they are not moved.
       offload: the placement to which caches of results are moved. ``Host()`` frees device memory
         for the next batch. By default they are not moved.
-      settings: other arguments of ``generate``, which apply to all batches, and
-        ``limits.prefetch_steps``.
+      settings: other arguments of ``generate``, which apply to all batches.
+        ``limits.prefetch_steps`` is how many batches are prepared in advance.
 
     Returns:
       An iterator over results, in order.
 
     Raises:
-      ValueError: for the same reasons as ``generate``. The iteration raises it when the batch would
-        run, and also errors that ``batches`` raises. An invalid placement raises it immediately.
+      ValueError: for the same reasons as ``generate``. It is raised during the iteration, when the
+        batch would run, like errors of the iterable ``batches``. An invalid placement raises it
+        immediately.
       TypeError: for a keyword that ``generate`` does not have.
 
     Example:

@@ -159,8 +159,8 @@ def generate(
         (``kvjax.memory.InferenceLimits``).
       mesh: devices over which the model and the cache are sharded, see ``make_mesh``. The default
         is the mesh on which the model was loaded. Moving the model takes time, so load a model that
-        you use often on its mesh. If ``data`` does not divide the rows, empty rows are added;
-        ``result.cache`` contains them too.
+        you use often on its mesh. If the number of rows is not a multiple of ``data``, empty rows
+        are added; ``result.cache`` contains them too.
       n: the number of continuations of each prompt. They are consecutive rows of the result, so
         their seeds are consecutive. The prompt is prefilled once, and a paged cache stores its full
         pages once.
@@ -173,9 +173,10 @@ def generate(
         the continuations of ``n``.
       length_penalty: a sequence's score is its log-probability divided by its length to this power.
         Values above 0 favor longer sequences, below 0 shorter ones.
-      early_stopping: when a search ends after it has found as many finished sequences as beams.
-        With True, it ends immediately. With False, it ends when no unfinished beam has a higher
-        score at present. With "never", it ends when no beam can reach a higher score.
+      early_stopping: the rule by which a search ends, once it has as many finished sequences as
+        beams. With True, it ends immediately. With False, it ends when no unfinished beam has a
+        higher score at present than the worst of these sequences. With "never", it ends when no
+        beam can reach a higher score than that.
       num_beam_groups, diversity_penalty: the number of groups into which beams are divided, and a
         penalty. After the other penalties, a token's score is reduced by this penalty for each beam
         of an earlier group that chose the same token in the same step (Vijayakumar et al., "Diverse

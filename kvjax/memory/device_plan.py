@@ -134,8 +134,9 @@ def plan_on(
 
     Raises:
       ValueError: for the same reasons as ``init_cache``, if the device is unknown, if its compiler
-        does not support caches on the host, or if this process compiles kernels for different GPUs
-        and the model can't be sent to another process.
+        does not support caches on the host. Also if this process can compile kernels only for GPUs
+        of another compute capability, so that a second process has to plan, and the model can't be
+        pickled for it.
       MissingCompilerError: if the device's compiler is not installed.
 
     Example:

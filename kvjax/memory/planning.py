@@ -52,8 +52,8 @@ class Plan:
         counted.
       devices: number of devices that share the work.
       weights: bytes of the parameters.
-      cache: bytes of the cache, by place.
-      bytes_per_token: bytes that one more token of a row needs, by place.
+      cache: bytes of the cache in each kind of memory, device and host.
+      bytes_per_token: bytes that one more token of a row needs in each kind of memory.
       temporaries: bytes of temporaries of a decode step or of a prompt chunk, whichever needs more.
       source: where ``temporaries`` comes from: the compiler, or an estimate.
       flops: number of additions and multiplications of a decode step.

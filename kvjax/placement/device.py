@@ -157,8 +157,7 @@ class Host(Device):
     at most one piece is on the device. With ``prefetch=k``, the whole body of layer ``i + k``,
     filled or not, is fetched while layer ``i`` is computed. Up to ``k + 1`` bodies are then on the
     device. Prefetching is meant for accelerators, and has no effect on stacked layers. We have not
-    measured whether accelerators overlap these copies with computation. The TPU compiler puts the
-    copies inside a conditional.
+    measured whether accelerators overlap these copies with computation.
 
     Example:
       ```python

@@ -180,8 +180,16 @@ def make(torch: Any, transformers: Any, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
-def case(name: str, make: Callable) -> Case:
-    return make(*CASES[name][:3])
+def made() -> dict[str, Case]:
+    """The cases that a test has used, by name."""
+    return {}
+
+
+@pytest.fixture
+def case(name: str, make: Callable, made: dict[str, Case]) -> Case:
+    if name not in made:
+        made[name] = make(*CASES[name][:3])
+    return made[name]
 
 
 def worst(logits: list[np.ndarray], reference: list[np.ndarray]) -> float:

@@ -33,7 +33,7 @@ def ours(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def theirs(transformers: Any, metadata: dict[str, Any], architecture: str = "llama") -> Any:
-    from transformers.integrations.gguf import convert_gguf_tokenizer
+    from transformers.integrations.gguf import convert_gguf_tokenizer  # pyright: ignore[reportPrivateImportUsage]
 
     named = {name: metadata.get(f"tokenizer.ggml.{key}") for name, key in KEYS.items()}
     named = {name: value for name, value in named.items() if value is not None}
