@@ -24,9 +24,20 @@ from scipy.special import log_softmax
 import kvjax
 from benchmarks import real
 from kvjax import models
-from kvjax.codecs import HalfQuadratic, Int8, Integer, Rotated, Unrotated
+from kvjax.codecs import (
+    Centered,
+    Codebook,
+    Codec,
+    HalfQuadratic,
+    Int8,
+    Integer,
+    MixedPrecision,
+    Rotated,
+    TurboQuant,
+    Unrotated,
+)
 from kvjax.models.tiny.data import part_tokens
-from kvjax.policies.presets import parse_policy
+from kvjax.policies.presets import RAW_SINKS, parse_policy
 from kvjax.quality import reports
 from kvjax.quality.evaluation import CacheBytes, Quality, compute_quality, evaluate
 
@@ -66,20 +77,23 @@ def candidates() -> dict[str, Any]:
         **policies,
         "absmax int8 per tensor": kvjax.CachePolicy(keys=textbook, values=textbook),
         "the same, rotated": kvjax.CachePolicy(keys=rotated, values=rotated),
+        **{
+            f"TurboQuant({bits})": kvjax.CachePolicy(keys=TurboQuant(bits), values=TurboQuant(bits))
+            for bits in (4, 3, 2)
+        },
     }
 
 
 def settings() -> dict[str, Any]:
     """The settings that presets were chosen among: bits, what keys and values share scales along,
-    and what searches, rotates or keeps keys unrotated."""
-    integer, search, rotated = (
-        Integer,
-        HalfQuadratic,
-        Rotated,
-    )
+    what searches, rotates or keeps keys unrotated, and raw first tokens."""
+    integer, search, rotated = Integer, HalfQuadratic, Rotated
 
     def with_zero(bits: int, per: str) -> Integer:
         return integer(bits, per, zero_point=True)
+
+    def centered(codec: Codec) -> Codec:
+        return rotated(Centered(codec))
 
     keys_4, keys_2 = with_zero(4, "channel"), with_zero(2, "channel")
     values_4, values_2 = with_zero(4, "token"), with_zero(2, "token")
@@ -101,7 +115,22 @@ def settings() -> dict[str, Any]:
             Unrotated(search(keys_2)), rotated(search(values_2))
         ),
     }  # fmt: skip
-    return {name: kvjax.CachePolicy(keys=k, values=v) for name, (k, v) in pairs.items()}
+    policies = {name: kvjax.CachePolicy(keys=k, values=v) for name, (k, v) in pairs.items()}
+    for bits in (4, 3, 2):
+        values = rotated(with_zero(bits, "token"))
+        channel = with_zero(bits, "channel")
+        keys = {
+            "channel": channel,
+            "mixed channel": MixedPrecision(channel),
+            "rotated centered token": centered(with_zero(bits, "token")),
+            "rotated centered codebook": centered(Codebook(bits)),
+            "rotated centered codebook, groups of 32": centered(Codebook(bits, group_size=32)),
+            "rotated codebook": TurboQuant(bits),
+        }
+        for name, codec in keys.items():
+            policy = kvjax.CachePolicy(keys=codec, values=values, sinks=RAW_SINKS)
+            policies[f"{bits}, sinks: {name}, rotated token"] = policy
+    return policies
 
 
 def transformers_quality(
@@ -200,6 +229,9 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="windows of the text; default all")
     parser.add_argument("--peers", nargs="*", default=[], choices=("transformers", "llama_cpp"))
     parser.add_argument("--peer-windows", type=int, help="windows they are fed; default 2, real 8")
+    parser.add_argument(
+        "--caches", default=[], nargs="*", help="names of the peers' caches; default all"
+    )
     parser.add_argument("--only-peers", action="store_true", help="not kvjax's own caches")
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
@@ -214,6 +246,7 @@ def main() -> None:
             lm = models.load(dtype="float32")
             folder, tokens = Path(lm.source), part_tokens(given.part, lm)
         chosen = settings() if given.part == "validation" else candidates()
+        found: dict[str, Quality] = {}
         if not given.only_peers:
             found = evaluate(lm, tokens, chosen, context=CONTEXT, windows=given.windows)
             write(found, given.out, part, "policies", title)
@@ -221,7 +254,9 @@ def main() -> None:
         windows = np.reshape(tokens[: count * CONTEXT], (count, CONTEXT))
         if not given.peers:
             return
-        ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
+        ours = found
+        if given.only_peers or part == "validation" or windows.size != len(tokens):
+            ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
         for peer in given.peers:
             results = {f"kvjax {name}": quality for name, quality in ours.items()}
             ways: dict[str, tuple[Callable[..., Quality], dict[str, Any]]] = {
@@ -230,6 +265,8 @@ def main() -> None:
             }
             measure, caches = ways[peer]
             for name, setting in caches.items():
+                if given.caches and name not in given.caches:
+                    continue
                 results[name] = measure(folder, lm.config, windows, *setting)
                 print(name, asdict(results[name].overall), flush=True)
                 write(results, given.out, part, peer, title)

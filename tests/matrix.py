@@ -20,6 +20,7 @@ import pytest
 import kvjax
 from kvjax.codecs import (
     Centered,
+    Codebook,
     Float8,
     HalfQuadratic,
     Int1,
@@ -59,6 +60,7 @@ CODECS: dict[str, Any] = {
     "rotated": Rotated(Int4()),
     "unrotated": Unrotated(Int8("channel")),
     "centered": Centered(Rotated(Int4())),
+    "rotated-centered": Rotated(Centered(Codebook(2))),
     "unrotated-centered": Unrotated(Centered(Int4())),
 }
 """Every codec of blocks, and wrappings of wrappings."""

@@ -44,7 +44,7 @@ def agree(name, head_dim, calls, dtype="float32", tolerance=1e-5, settings=()):
             np.testing.assert_array_equal(here[position], numbers)
 
 
-SERVED = [name for name in POLICIES if name not in ("int4", "pages-int4")]
+SERVED = [name for name in POLICIES if name not in ("int4", "pages-int4", "int2")]
 
 
 @pytest.mark.parametrize(
@@ -52,6 +52,7 @@ SERVED = [name for name in POLICIES if name not in ("int4", "pages-int4")]
     [
         ("int4", 64, "float32"),
         ("pages-int4", 64, "bfloat16"),
+        ("int2", 64, "float32"),
         *(pytest.param(name, 64, "float32", marks=RARE) for name in SERVED),
         *(pytest.param(name, 128, "float32", marks=RARE) for name in ("raw", "int4", "sinks")),
         *(pytest.param("raw", dim, "float32", marks=RARE) for dim in (32, 80, 96, 256)),

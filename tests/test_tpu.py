@@ -51,6 +51,7 @@ POLICIES = {
     "int8": kvjax.policy(bits=8),
     "int4": kvjax.policy(bits=4),
     "int4-int2": kvjax.policy(key_bits=4, value_bits=2),
+    "int2": kvjax.policy(bits=2),
     "sinks-int2": kvjax.CachePolicy(
         Ring(160, sinks=4, slack=159),
         Int2(group_size=32),

@@ -119,7 +119,7 @@ class SlidingWindow:
         int | None, typer.Option(help="For sliding_window: the tokens that a layer keeps.")
     ] = None
     sinks: Annotated[
-        int | None, typer.Option(help="For sliding_window: first tokens to keep forever.")
+        int | None, typer.Option(help="First tokens kept forever (sliding_window) or unquantized.")
     ] = None
 
     def settings(self) -> dict[str, int | None]:

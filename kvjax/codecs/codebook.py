@@ -125,11 +125,13 @@ def TurboQuant(
 @functools.cache
 def normal_levels(bits: int) -> tuple[float, ...]:
     """The levels of the Lloyd-Max quantizer of a standard normal distribution: each level is the
-    mean of the numbers that are nearest to it."""
+    mean of the numbers that are nearest to it. They are rounded to bfloat16, so that products in 16
+    bits have them exactly."""
     half = np.linspace(0.2, 2.5, 2 ** (bits - 1))
     for _ in range(2000):
         edges = [0.0, *((half[1:] + half[:-1]) / 2), math.inf]
         density = [math.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in edges]
         mass = [math.erf(x / math.sqrt(2)) / 2 for x in edges]
         half = -np.diff(density) / np.diff(mass)
+    half = half.astype(jnp.bfloat16)
     return (*(-float(x) for x in half[::-1]), *(float(x) for x in half))

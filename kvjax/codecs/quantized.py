@@ -3,8 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
+from kvjax.codecs.codebook import Codebook
 from kvjax.codecs.codec import Codec, Raw, Store, merge_blocks
 from kvjax.codecs.integer import BITS, MULTIPLE, Integer
+from kvjax.codecs.wrappers import Centered, Rotated
 from kvjax.core.pytree import pytree_dataclass, static_field, tree_bytes
 from kvjax.core.target import default_device
 from kvjax.core.typing import CachedKeysValues, KeysValues
@@ -118,9 +120,13 @@ def quantized_codec(
     """Return the codec that ``policy`` uses for a number of bits. It is among the best simple
     codecs in our measurements (docs/quantization.md).
 
-    With 8 bits it is symmetric quantization per token. With fewer bits it is asymmetric
-    quantization, of keys per channel and of values per token, as in KIVI (Liu et al.,
-    arXiv:2402.02750).
+    - 8 bits: symmetric integers, with scales per token.
+    - Keys with 4 bits: asymmetric integers with scales per channel, as in KIVI (Liu et al.,
+      arXiv:2402.02750).
+    - Keys with fewer bits: the mean of each channel over a block, and the deviations from it as in
+      TurboQuant (Zandieh et al., arXiv:2504.19874).
+    - Values with less than 8 bits: asymmetric integers with scales per token, after a randomized
+      Hadamard transform of the channels, as in QuaRot (Ashkboos et al., arXiv:2404.00456).
 
     Args:
       bits: 1, 2, 3, 4 or 8. With None or 16, numbers are not quantized.
@@ -145,5 +151,8 @@ def quantized_codec(
         raise ValueError(f"{bits!r} bits for {kind}: choose from {choices} and 16")
     if bits == 8:
         return Integer(8, "token", group_size, dtype=dtype)
-    per = "channel" if kind == "keys" else "token"
-    return Integer(bits, per, group_size, zero_point=True, dtype=dtype)
+    if kind == "values":
+        return Rotated(Integer(bits, "token", group_size, zero_point=True, dtype=dtype))
+    if bits == 4:
+        return Integer(bits, "channel", group_size, zero_point=True, dtype=dtype)
+    return Rotated(Centered(Codebook(bits, "token", group_size, dtype=dtype)))

@@ -129,7 +129,7 @@ class Rotated(CodecWrapper):
     Attention applies the same transform to the queries, and the inverse transform to the weighted
     sum of values. Attention never transforms the stored numbers back. If head_dim is not a power of
     two, the transform applies to runs of channels whose length is the largest power of two that
-    divides it.
+    divides it. If head_dim is odd, only signs change.
 
     ``seed`` is the seed of the transform's random signs.
 
@@ -141,11 +141,6 @@ class Rotated(CodecWrapper):
     """
 
     seed: int = 0
-
-    def empty(self, shape: tuple[int, ...]) -> Store:
-        if shape[-1] % 2:
-            raise ValueError(f"head_dim={shape[-1]} must be even for a Hadamard transform")
-        return self.codec.empty(shape)
 
     def encode(self, x: Array) -> Store:
         return self.codec.encode(self._transform_exactly(x.astype(jnp.float32)))

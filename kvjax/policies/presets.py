@@ -14,6 +14,8 @@ from kvjax.policies.cache_policy import CachePolicy, Hybrid, PerLayer
 from kvjax.policies.model_config import decoder_config
 
 PolicyChoice = str | PerLayer | Sequence[CachePolicy]
+RAW_SINKS = 4
+"""How many first tokens a quantized cache keeps raw by default."""
 
 
 PRESETS: dict[str, tuple[str, ...]] = {
@@ -65,7 +67,8 @@ def policy(
       window: for ``"sliding_window"``: the window in tokens. By default each layer uses its window
         in the model's config, and a layer without one raises an error.
       sinks: for ``"sliding_window"``: number of first tokens that are never overwritten; by default
-        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``).
+        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``). For
+        quantized caches with another name: number of first tokens that stay raw, by default 4.
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
       key_bits, value_bits: like ``bits``, for keys or values only.
@@ -92,9 +95,13 @@ def policy(
     if name not in PRESETS:
         known = ", ".join(map(repr, PRESETS))
         raise ValueError(f"unknown cache policy {name!r}: this version has {known}")
+    bits, key_bits, value_bits = map(as_python, (bits, key_bits, value_bits))
+    bits = 4 if bits is None and name == "quantized" else bits
+    key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
+    raw = all(b in (None, 16) for b in (key_bits, value_bits))
     special = dict(
         window=window,
-        sinks=sinks,
+        sinks=sinks if raw else None,
         slack=slack,
         prefetch=prefetch,
         memory=memory,
@@ -104,13 +111,9 @@ def policy(
     for setting, value in special.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
-    bits, key_bits, value_bits = map(as_python, (bits, key_bits, value_bits))
-    bits = 4 if bits is None and name == "quantized" else bits
-    key_bits, value_bits = (bits if own is None else own for own in (key_bits, value_bits))
     of_blocks = {"group_size": group_size, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
     tailed = name.startswith("offloaded") or name == "auto"
-    raw = all(b in (None, 16) for b in (key_bits, value_bits))
     if chosen and raw and not (tailed and group_size is None):
         setting = next(iter(chosen))
         raise ValueError(
@@ -119,7 +122,9 @@ def policy(
     keys = quantized_codec(key_bits, "keys", group_size=group_size, dtype=dtype)
     values = quantized_codec(value_bits, "values", group_size=group_size, dtype=dtype)
     chosen.pop("group_size", None)
-    ring = Ring(window, sinks or 0, slack)
+    if not raw:
+        chosen["sinks"] = RAW_SINKS if sinks is None else sinks
+    ring = Ring(window, (sinks or 0) if name == "sliding_window" else 0, slack)
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
     layout = {**growing, "sliding_window": ring}.get(name, Dense())
     host = Host(prefetch or 0)

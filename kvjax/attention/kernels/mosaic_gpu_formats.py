@@ -2,10 +2,10 @@
 
 Each codec that the kernel can read registers ``format_of`` here. Numbers are fetched as rows of
 channels, as they are stored. Tensor cores multiply 16-bit floats, so other numbers are converted in
-shared memory into ``planes`` of 16-bit numbers. Codes become floats without their scales. A byte
-with several codes gives one plane for each. A float32 number becomes the sum of three 16-bit terms.
-Scales and zero points per token are applied to scores and weights. Scales and zero points per
-channel are applied to queries and outputs.
+shared memory into ``planes`` of 16-bit numbers. Codes become floats without their scales: the codes
+themselves, or a codebook's levels. A byte with several codes gives one plane for each. A float32
+number becomes the sum of three 16-bit terms. Scales and zero points per token are applied to scores
+and weights. Scales and zero points per channel are applied to queries and outputs.
 """
 
 import functools
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from kvjax.attention.kernels.common import DType, core_of
-from kvjax.codecs import Centered, Codec, Float8, Integer, Raw, Store
+from kvjax.codecs import Centered, Codebook, Codec, Float8, Integer, Raw, Store
+from kvjax.codecs.codebook import normal_levels
 from kvjax.codecs.scales import FIELDS, ScaledCodec
 from kvjax.core.typing import Array
 
@@ -48,6 +49,7 @@ class StoreFormat:
       groups: groups of channels with separate scales per token.
       tokens_per_scale: how many tokens share the scale of a channel; 0 if scales belong to tokens.
       middle: the code of the number 0, for codes without a zero point.
+      levels: the number of each code, in ascending order, if codes are not the numbers themselves.
       arrays: the names of the kernel's input arrays, in order.
     """
 
@@ -58,6 +60,7 @@ class StoreFormat:
     groups: int = 1
     tokens_per_scale: int = 0
     middle: float = 0.0
+    levels: tuple[float, ...] = ()
     arrays: tuple[str, ...] = ("numbers",)
 
     @property
@@ -99,6 +102,8 @@ class StoreFormat:
         if self.fraction:  # 16-bit floats have a different exponent bias
             bias = next(bias for fraction, bias in FIELDS.values() if fraction == self.fraction)
             return 2.0 ** (bias - 15)
+        if self.levels:
+            return 1.0
         return 2.0 ** (self.bits * plane)  # codes are masked, but not shifted
 
     def convert(self, stored: Array, queries: DType, product: DType) -> list[Array]:
@@ -114,8 +119,17 @@ class StoreFormat:
         if self.bits:
             ones = 2**self.bits - 1
             codes = [stored & jnp.uint8(ones << self.bits * n) for n in range(self.subblocks)]
-            return [x.astype(product) for x in codes]
+            planes = [x.astype(product) for x in codes]
+            return [self._levels_of(x, n) for n, x in enumerate(planes)] if self.levels else planes
         return terms_of(stored.astype(jnp.float32), product, self.terms(queries))
+
+    def _levels_of(self, codes: Array, plane: int) -> Array:
+        """Return the levels of the codes of a plane, which are multiplied by a power of two."""
+        chosen = jnp.full_like(codes, self.levels[0])
+        for code, level in enumerate(self.levels[1:], 1):
+            reached = codes >= 2.0 ** (self.bits * plane) * code
+            chosen = jnp.where(reached, jnp.full_like(codes, level), chosen)
+        return chosen
 
 
 SCALES = "scale", "zero"
@@ -144,6 +158,20 @@ def _(codec: Integer, block: int, head_dim: int) -> StoreFormat | None:
         codec.bits,
         middle=0.0 if codec.zero_point else codec.middle,
         arrays=("numbers", *SCALES) if codec.zero_point else ("numbers", "scale"),
+        **_scale_groups(codec, block, head_dim),
+    )
+
+
+@format_of.register
+def _(codec: Codebook, block: int, head_dim: int) -> StoreFormat | None:
+    if codec.bits == 3 or codec.per not in ("token", "channel"):
+        return None
+    return StoreFormat(
+        block * codec.bits // 8,
+        jnp.dtype(jnp.uint8),
+        codec.bits,
+        levels=normal_levels(codec.bits),
+        arrays=("numbers", "scale"),
         **_scale_groups(codec, block, head_dim),
     )
 
