@@ -16,12 +16,15 @@ from benchmarks.claims import is_eager
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-SPEED = "amd-epyc-jax0.12.0.1/decode.json"
-POLICIES = "quality/held_out-policies.json"
-TRANSFORMERS, LLAMA_CPP = "quality/held_out-transformers.json", "quality/held_out-llama_cpp.json"
+SPEED = "amd-epyc-jax0.12.0.1-smollm2-135m-instruct.q4_1/decode.json"
+DRAFTS = "amd-epyc-jax0.10.2-smollm2-135m-instruct.q4_1/drafts.md"
+POLICIES, EMBEDDED = "quality/smollm2-policies.json", "quality/held_out-policies.json"
+TRANSFORMERS, LLAMA_CPP = "quality/smollm2-transformers.json", "quality/smollm2-llama_cpp.json"
 README, QUANTIZATION = "README.md", "docs/quantization.md"
+INDEX, PERFORMANCE = "docs/index.md", "docs/performance.md"
 
 CELLS = ((1, 64), (1, 2048), (1, 8192), (8, 64), (8, 2048))
+IN_INDEX = ((1, 64), (1, 8192), (8, 2048))
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ def _load(file: str) -> Any:
 
 def all_page_claims() -> list[PageClaim]:
     """Every figure that is traced to a file."""
-    return [*_speed(), *_quality(), *_peers()]
+    return [*_speed(), *_drafts(), *_quality(), *_peers()]
 
 
 def _speed() -> Iterator[PageClaim]:
@@ -62,21 +65,37 @@ def _speed() -> Iterator[PageClaim]:
         engines = cells[batch, prompt]
         theirs = min(step(engines, name) for name in engines if is_eager(name))
         uncached = 1e3 * statistics.median(engines["kvjax"]["uncached_seconds"])
-        figures = (step(engines, "kvjax"), theirs, uncached)
+        figures = (step(engines, "kvjax"), theirs, step(engines, "llama_cpp-f16"), uncached)
         text = " | ".join(f"{decimal(figure):,}" for figure in figures)
-        yield PageClaim(README, f"| {batch} × {prompt:,} | {text} |", SPEED)
-    one, eight = (step(cells[rows, 64], "llama_cpp-f16") for rows in (1, 8))
-    text = f"at 64 tokens ({decimal(one)} ms with one row, {decimal(eight)} ms with eight)"
-    yield PageClaim(README, text, SPEED)
+        pages = (
+            (README, PERFORMANCE, INDEX) if (batch, prompt) in IN_INDEX else (README, PERFORMANCE)
+        )
+        for page in pages:
+            yield PageClaim(page, f"| {batch} × {prompt:,} | {text} |", SPEED)
+
+
+def _drafts() -> Iterator[PageClaim]:
+    """The rows of the table of drafts, whose figures stand in ``drafts.md`` in the same form."""
+    for line in (RESULTS / DRAFTS).read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split("|")]
+        if line.startswith(("| lookup", "| first")):
+            median, span = cells[2].rstrip(")").split(" (")
+            text = f"| {cells[0]} | {cells[1]} | {median}, {span} | {cells[3]} |"
+            yield PageClaim("docs/generating-drafts.md", text, DRAFTS)
 
 
 def _quality() -> Iterator[PageClaim]:
     found = _load(POLICIES)
-    for name in ("bits=8", "bits=4", "bits=2"):
-        yield PageClaim(README, quality_row(f"`{name}`", found[name]), POLICIES)
-    for name in ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1"):
-        label = f"`{name.replace(',', ', ')}`"
-        yield PageClaim(QUANTIZATION, quality_row(label, found[name]), POLICIES)
+    for name in ("bits=8", "bits=4", "bits=3", "bits=2"):
+        for page in (README, INDEX):
+            yield PageClaim(page, quality_row(f"`{name}`", found[name]), POLICIES)
+    for file in (POLICIES, EMBEDDED):
+        for name in ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1"):
+            label = f"`{name.replace(',', ', ')}`"
+            yield PageClaim(QUANTIZATION, quality_row(label, _load(file)[name]), file)
+    for bits in (4, 3, 2):
+        name = f"TurboQuant({bits})"
+        yield PageClaim(QUANTIZATION, quality_row(f"`{name}`", found[name]), POLICIES)
 
 
 def _peers() -> Iterator[PageClaim]:
@@ -85,13 +104,6 @@ def _peers() -> Iterator[PageClaim]:
         for name, each in found.items():
             if not name.startswith("kvjax") and "q5" not in name:
                 yield PageClaim(QUANTIZATION, quality_row(name, each), file)
-    ours = theirs["kvjax bits=4"]["overall"]["mean_kl"]
-    ratios = sorted(
-        each["overall"]["mean_kl"] / ours for name, each in theirs.items() if " 4 bits" in name
-    )
-    span = f"{decimal(ratios[0])} to {decimal(ratios[-1])}"
-    text = f"{span} times as large with Transformers' quanto and HQQ"
-    yield PageClaim(README, text, TRANSFORMERS)
 
 
 def quality_row(label: str, found: dict[str, Any]) -> str:

@@ -6,6 +6,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 TRANSFORMERS = (
     "transformers-static-eager",
@@ -146,7 +147,8 @@ def in_cell(engine: str, batch: int, prompt: int) -> bool:
 
 
 def without_paths(words: Sequence[str]) -> list[str]:
-    """A command line without what says where things are on this machine."""
+    """A command line without what says where things are on this machine. Of a GGUF file, the name
+    stays."""
     # An interpreter's place says nothing to a reader, and is no one else's.
     options = ("--peer-python", "--python", "--out")
     kept, skip = [], False
@@ -156,5 +158,5 @@ def without_paths(words: Sequence[str]) -> list[str]:
         elif word in options:
             skip = True
         else:
-            kept.append(word)
+            kept.append(Path(word).name if word.endswith(".gguf") else word)
     return kept

@@ -21,8 +21,10 @@ from benchmarks.claims import paired_ratio
 from benchmarks.decode import default_folder
 from benchmarks.real import DRAFT_PROMPTS, REASON, real_model_file
 from kvjax import models
+from kvjax.core.reporting import pyplot
 
 LAYERS = (3, 6, 10)
+COLORS = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 
 
 def measure(lm: Any, drafts: dict[str, Any], tokens: int, rounds: int) -> list[dict[str, Any]]:
@@ -76,6 +78,27 @@ def table(found: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def plot(found: list[dict[str, Any]], path: Path) -> None:
+    """Speed against no draft, a point for each request and draft."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 6.5), layout="constrained")
+    drafts = [name for name in found[0]["drafts"] if name != "none"]
+    rows = range(len(found))
+    for name, marker, color in zip(drafts, "os^v", COLORS, strict=False):
+        speeds = [cell["drafts"][name]["speed"] for cell in found]
+        axes.plot(speeds, rows, marker, color=color, label=name)
+    axes.axvline(1, color="#777777", linewidth=1)
+    axes.set_yticks(rows, [cell["request"] for cell in found])
+    axes.invert_yaxis()
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_xlabel("speed, with no draft = 1")
+    axes.grid(alpha=0.3)
+    axes.legend(title="draft")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.real_drafts", description=__doc__)
     parser.add_argument("--tokens", type=int, default=96, help="new tokens per request, at most")
@@ -105,6 +128,7 @@ def main() -> int:
     )
     text = f"{heading}, up to {given.tokens} tokens each, greedy.\n\n{table(results['requests'])}\n"
     (out / "drafts.md").write_text(text, encoding="utf-8")
+    plot(results["requests"], out / "drafts.png")
     print(text)
     same = all(each["same"] for cell in results["requests"] for each in cell["drafts"].values())
     return int(not same)

@@ -189,8 +189,11 @@ def _engine_notes(results: dict[str, Any]) -> list[str]:
             "prompts as transformers-static-sdpa; to compile took " + ", ".join(compiled) + "."
         )
     if any(name.startswith("llama_cpp") for name in names):
+        weights = (
+            "the file's own weights" if results.get("file") else "the weights in the run's dtype"
+        )
         lines.append(
-            "llama_cpp: the weights in the run's dtype, with a thread a core; its caches hold "
+            f"llama_cpp: {weights}, with a thread a core; its caches hold "
             "float16 (f16) or 8 bits with a scale for 32 (q8_0), so that its logits may differ "
             "more. With flash attention, but for plain: that makes prompts faster and steps about "
             "as fast."

@@ -31,7 +31,6 @@ from kvjax.codecs import (
     MixedPrecision,
     Raw,
     Rotated,
-    TurboQuant,
     Unrotated,
 )
 from kvjax.layouts import UNLIMITED, Dense, Growing, Paged, Ring
@@ -55,12 +54,11 @@ CODECS: dict[str, Any] = {
     "float8": Float8(),
     "float8-wide": Float8("e5m2", "channel"),
     "half-quadratic": HalfQuadratic(Int4(zero_point=True)),
-    "turbo": TurboQuant(2),
+    "rotated-centered": Rotated(Centered(Codebook(2))),
     "mixed": MixedPrecision(Int2("channel", zero_point=True)),
     "rotated": Rotated(Int4()),
     "unrotated": Unrotated(Int8("channel")),
     "centered": Centered(Rotated(Int4())),
-    "rotated-centered": Rotated(Centered(Codebook(2))),
     "unrotated-centered": Unrotated(Centered(Int4())),
 }
 """Every codec of blocks, and wrappings of wrappings."""

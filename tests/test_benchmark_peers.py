@@ -120,6 +120,7 @@ def test_peers_that_cannot_run_are_left_out_with_a_reason(capsys):
     assert not peers.in_cell("transformers-static-compile", 8, 64)
     words = ["--quick", "--python", "a=/x", "--out", "y", "--peer-python=/z", "--steps", "3"]
     assert peers.without_paths(words) == ["--quick", "--steps", "3"]
+    assert peers.without_paths(["--gguf", "folder/model.gguf"]) == ["--gguf", "model.gguf"]
 
 
 @needs_llama_cpp

@@ -10,7 +10,7 @@ import pytest
 
 import kvjax
 from kvjax.cache.checks import BAD_NUMBERS
-from kvjax.codecs import Int2, Int8, Raw, Unrotated
+from kvjax.codecs import Centered, Codebook, Int2, Int4, Int8, Raw, Rotated, Unrotated
 from kvjax.layouts import Dense, Growing, Ring, Split
 from tests import laws
 from tests.matrix import BLOCK, CODECS, LAYOUTS, tiny_config
@@ -260,14 +260,22 @@ def test_policies_by_name_and_by_layer():
     mixed = kvjax.policy("sliding_window", window=64, key_bits=8, value_bits=16, recent=2, block=16)
     assert mixed.keys.bits == 8 and mixed.values == Raw() and mixed.recent == 2
     hybrid = kvjax.policy("hybrid", bits=2, group_size=32)
-    assert hybrid.full.keys.bits == hybrid.sliding.values.bits == 2
-    assert hybrid.full.keys.group_size == 32
+    assert hybrid.full.keys == Rotated(Centered(Codebook(2, group_size=32)))
+    assert hybrid.sliding.values == Rotated(Int2(group_size=32, zero_point=True))
+    assert (hybrid.full.sinks, hybrid.sliding.sinks, quantized.sinks, mixed.sinks) == (4, 0, 4, 0)
+    assert kvjax.policy(bits=8, sinks=0) == kvjax.CachePolicy(keys=Int8(), values=Int8())
     edges = kvjax.policies.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
     config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
-    assert [p.keys.bits for p in edges.per_layer(config)] == [4, 2, 2, 4, 4]
+    keys = {2: kvjax.policy(bits=2).keys, 4: Int4("channel", zero_point=True)}
+    wanted = [keys[bits] for bits in (4, 2, 2, 4, 4)]
+    assert [p.keys for p in edges.per_layer(config)] == wanted
     for arguments, message in (
         ({"bits": 5}, "5 bits for keys: choose from 1, 2, 3, 4, 8 and 16"),
         ({"group_size": 32}, "group_size=32 applies to quantized caches only: give bits="),
+        (
+            {"sinks": 2},
+            "sinks=2 applies to sliding_window and to quantized caches only: give bits=",
+        ),
         ({"name": "quantized", "window": 3}, "'quantized' has no setting 'window'"),
         ({"name": "static", "page_size": 16}, "'static' has no setting 'page_size'"),
     ):

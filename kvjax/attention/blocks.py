@@ -8,6 +8,7 @@ all are compiled with the step.
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from kvjax.attention.mask import Mask
 from kvjax.attention.softmax import AttentionInputs, Partial, softmax_over
 from kvjax.cache.sections import Section
+from kvjax.codecs import Rotated
 from kvjax.core import control_flow
 from kvjax.core.target import on_cpu
 from kvjax.core.typing import Array, AttentionOutput
@@ -68,7 +70,7 @@ def blockwise(inputs: AttentionInputs, *, even: bool = False) -> AttentionOutput
         chunk = replace(inputs, queries=queries[0], capped=queries[-1], mask=mask)
         partial = Partial.empty(chunk.rows(chunk.sections[0]))
         for section in chunk.sections:
-            partial = (_walk_evenly if even else _walk_section)(partial, section, chunk)
+            partial = _add_section(_walk_evenly if even else _walk_section, partial, section, chunk)
         return chunk.finish(partial)
 
     def next_chunk(chunks: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], None]:
@@ -102,6 +104,34 @@ def reference(inputs: AttentionInputs) -> AttentionOutput:
     return inputs.finish(*partials)
 
 
+def without_rotation(section: Section, rows: Array) -> tuple[Section, Array, tuple[Rotated, ...]]:
+    """Remove the outermost ``Rotated`` codecs of a section, and transform the query rows instead.
+    Returns the section, the rows, and the codecs for ``rotate_back``."""
+    keys, values = section.codecs
+    dtype = jnp.dtype(jnp.float32) if is_widened(rows) else rows.dtype
+    while isinstance(keys, Rotated) and section.rotary is None:
+        rows, keys = keys.transform(rows.astype(jnp.float32)), keys.codec
+    transforms: tuple[Rotated, ...] = ()
+    while isinstance(values, Rotated):
+        transforms, values = (values, *transforms), values.codec
+    if keys is not section.codecs[0]:
+        rows = rows.astype(dtype)
+    return replace(section, codecs=(keys, values)), rows, transforms
+
+
+def rotate_back(partial: Partial, transforms: tuple[Rotated, ...]) -> Partial:
+    """Undo the transforms of weighted values, the innermost first."""
+    weighted = partial.weighted
+    for each in transforms:
+        weighted = each.inverse_transform(weighted)
+    return partial._replace(weighted=weighted)
+
+
+def is_widened(rows: Array) -> bool:
+    """Return whether products with these query rows are in float32, whatever their dtype is."""
+    return on_cpu() and rows.shape[2] < WIDEN_BELOW
+
+
 def has_product_dtype(section: Section, rows: Array) -> bool:
     """Return whether a section can be multiplied as it is stored. Numbers that are stored as bits
     or in float16 would first be converted, in a copy."""
@@ -110,14 +140,28 @@ def has_product_dtype(section: Section, rows: Array) -> bool:
     return dtypes == {rows.dtype.name} and rows.dtype != jnp.float16
 
 
-def _walk_section(partial: Partial, section: Section, inputs: AttentionInputs) -> Partial:
+def _add_section(
+    walk: Callable[[Partial, Section, Array, AttentionInputs], Partial],
+    partial: Partial,
+    section: Section,
+    inputs: AttentionInputs,
+) -> Partial:
+    """Add a section by ``walk``. ``Rotated`` codecs are applied once, not in each block."""
+    section, rows, values = without_rotation(section, inputs.rows(section))
+    if not values:
+        return walk(partial, section, rows, inputs)
+    return partial.merge(rotate_back(walk(Partial.empty(rows), section, rows, inputs), values))
+
+
+def _walk_section(
+    partial: Partial, section: Section, rows: Array, inputs: AttentionInputs
+) -> Partial:
     """Add a section in one piece if that is faster, otherwise block by block."""
-    rows = inputs.rows(section)
     whole = section.whole and on_cpu() and _fits(section, rows)
     whole = whole and _is_mostly_visible(section, inputs.mask)
 
     def walk(partial: Partial) -> Partial:
-        widen = rows.dtype.itemsize == 2 and rows.shape[2] < WIDEN_BELOW and on_cpu()
+        widen = rows.dtype.itemsize == 2 and is_widened(rows)
         return _by_blocks(partial, section, rows.astype(jnp.float32) if widen else rows, inputs)
 
     if not whole:
@@ -142,9 +186,11 @@ def _walk_section(partial: Partial, section: Section, inputs: AttentionInputs) -
     )
 
 
-def _walk_evenly(partial: Partial, section: Section, inputs: AttentionInputs) -> Partial:
+def _walk_evenly(
+    partial: Partial, section: Section, rows: Array, inputs: AttentionInputs
+) -> Partial:
     """Add a section in blocks of one size, up to the length of the longest row."""
-    rows, mask = inputs.rows(section), inputs.mask
+    mask = inputs.mask
     size = section.fit_units(min(max(EVEN_BLOCK // section.unit, 1), section.size))
     limited = (mask.window, mask.chunk, section.split, mask.bias) != (None,) * 4
 
@@ -192,7 +238,8 @@ def _visit(
 
 def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: AttentionInputs) -> Partial:
     """Add a section: coarse blocks as long as they are filled, then fine blocks."""
-    if section.raw and section.size <= 2 * FINE_BLOCK:
+    sinks = section.split.sinks if section.split is not None else 0
+    if section.raw and section.size - sinks <= 2 * FINE_BLOCK:
         fine = coarse = section.size
     else:
         numbers = rows.shape[0] * rows.shape[1] * rows.shape[3]
@@ -275,10 +322,11 @@ def bucketed(inputs: AttentionInputs) -> AttentionOutput:
     sections = inputs.sections
 
     def over(tokens: int) -> Partial:
-        partials = (
-            prefix(section, _units(section, tokens), inputs.rows(section), inputs.mask)
-            for section in sections
-        )
+        partials = []
+        for whole in sections:
+            section, rows, values = without_rotation(whole, inputs.rows(whole))
+            partial = prefix(section, _units(section, tokens), rows, inputs.mask)
+            partials.append(rotate_back(partial, values))
         return functools.reduce(Partial.merge, partials)
 
     sizes = bucket_sizes([section.size * section.unit for section in sections])

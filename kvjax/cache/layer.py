@@ -23,7 +23,8 @@ from kvjax.policies.cache_policy import CachePolicy
 
 @pytree_dataclass
 class Tail:
-    """The newest tokens of a layer, stored raw: [batch, kv_heads, slots, head_dim].
+    """The newest tokens of a layer, and its first ones if they stay raw: [batch, kv_heads, slots,
+    head_dim].
 
     Keys are unrotated if the body's codec has ``before_rotary``, otherwise rotated.
     """

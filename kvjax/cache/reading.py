@@ -58,7 +58,8 @@ def read(
     marks = cache.written[:, entry]
     view = LayerView(layer_cache, before, length, marks, pages=table, index=index).unstacked()
     layer_cache = view.layer_cache
-    # With a strip, the call's sinks are in the tail, and its other tokens in a separate section.
+    # With a strip, the sinks of a ring are in the tail, and the call's other tokens in a separate
+    # section.
     for section in sections(view, together=layer_cache.strip is None):
         section_keys, section_values, at = section.numbers()
         if section.split is not None:

@@ -267,10 +267,9 @@ def sections(
         orders=layer.orders,
         **_positions(lambda shard: replace(split, shard=shard), shard, length, written),
     )
-    if not policy.layout.sinks and layer.strip is None and shard is None:
-        together = (
-            True  # only sinks of a ring need a section of their own: distances to them are capped
-        )
+    if not policy.layout.sinks and shard is None:
+        # Only sinks of a ring need a section of their own, because distances to them are capped.
+        together = True
     regions = functools.partial(_regions, split.tail, mask_slots, together)
 
     def in_tail(
@@ -285,7 +284,8 @@ def sections(
     if layer.strip is not None:
         marks = jnp.maximum(view.marks, view.before)
         newest[-1] = in_tail(layer.strip.tail, count - 1, view.before, marks)
-        newest.append(_call_section(layer.strip, view, split, raw, rotary))
+        first = 0 if together else split.tail.sinks
+        newest.append(_call_section(layer.strip, view, split, raw, rotary, first))
     return [_in_body(body, view), *newest]
 
 
@@ -358,9 +358,10 @@ def _call_section(
     split: Split,
     raw: tuple[Codec, Codec],
     rotary: RotaryTable | None,
+    first_position: int,
 ) -> Section:
-    """Return the section with the tokens of a call that has a strip. The call's sinks are in the
-    tail instead."""
+    """Return the section with the tokens of a call that has a strip, from ``first_position`` on.
+    Earlier ones are sinks that have a section of their own."""
     before, length, shard = view.before, view.length, split.shard
     count = strip.keys.shape[2]
     own = count if shard is None else -(-count // shard.count)
@@ -369,7 +370,7 @@ def _call_section(
     def position_of(slots: Array, before: Cursors, length: Cursors, first: Cursors) -> Array:
         slots = expand_over_rows(slots, before)
         positions = expand_over_slots(before) + slots
-        is_included = (positions >= split.tail.sinks) & (positions < expand_over_slots(length))
+        is_included = (positions >= first_position) & (positions < expand_over_slots(length))
         if shard is not None:
             is_included &= (slots >= expand_over_slots(first)) & (
                 slots < expand_over_slots(first) + own

@@ -119,7 +119,8 @@ class SlidingWindow:
         int | None, typer.Option(help="For sliding_window: the tokens that a layer keeps.")
     ] = None
     sinks: Annotated[
-        int | None, typer.Option(help="First tokens kept forever (sliding_window) or unquantized.")
+        int | None,
+        typer.Option(help="First tokens that sliding_window keeps, or that stay unquantized."),
     ] = None
 
     def settings(self) -> dict[str, int | None]:

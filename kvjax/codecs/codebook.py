@@ -35,7 +35,7 @@ class Codebook(ScaledCodec):
 
     Example:
       ```python
-      keys = kvjax.codecs.Centered(kvjax.codecs.Rotated(kvjax.codecs.Codebook(3, group_size=32)))
+      keys = kvjax.codecs.Rotated(kvjax.codecs.Centered(kvjax.codecs.Codebook(2, group_size=32)))
       cache = kvjax.init_cache(lm.config, kvjax.CachePolicy(keys=keys), max_len=64)
       ```
     """
@@ -125,8 +125,8 @@ def TurboQuant(
 @functools.cache
 def normal_levels(bits: int) -> tuple[float, ...]:
     """The levels of the Lloyd-Max quantizer of a standard normal distribution: each level is the
-    mean of the numbers that are nearest to it. They are rounded to bfloat16, so that products in 16
-    bits have them exactly."""
+    mean of the numbers that are nearest to it. They are rounded to bfloat16, so that 16-bit
+    products use exactly these levels."""
     half = np.linspace(0.2, 2.5, 2 ** (bits - 1))
     for _ in range(2000):
         edges = [0.0, *((half[1:] + half[:-1]) / 2), math.inf]

@@ -123,9 +123,9 @@ def quantized_codec(
     - 8 bits: symmetric integers, with scales per token.
     - Keys with 4 bits: asymmetric integers with scales per channel, as in KIVI (Liu et al.,
       arXiv:2402.02750).
-    - Keys with fewer bits: the mean of each channel over a block, and the deviations from it as in
-      TurboQuant (Zandieh et al., arXiv:2504.19874).
-    - Values with less than 8 bits: asymmetric integers with scales per token, after a randomized
+    - Keys with fewer bits: as in TurboQuant (Zandieh et al., arXiv:2504.19874), after the mean of
+      each rotated channel over a block is subtracted. The means are stored in 16 bits.
+    - Values with fewer than 8 bits: asymmetric integers with scales per token, after a randomized
       Hadamard transform of the channels, as in QuaRot (Ashkboos et al., arXiv:2404.00456).
 
     Args:

@@ -121,6 +121,11 @@ def _shrink(x: Array, weight: Array) -> Array:
     return jnp.sign(x) * jnp.maximum(size - pull, 0.0)
 
 
+PARTS = 8
+"""How many parts of the channels a transform adds at a time. With more parts, arrays are read and
+written fewer times, and each number is computed by more additions."""
+
+
 @dataclass(frozen=True)
 class Rotated(CodecWrapper):
     """Apply a randomized Hadamard transform to the channels before ``codec`` encodes them (QuIP#,
@@ -129,7 +134,7 @@ class Rotated(CodecWrapper):
     Attention applies the same transform to the queries, and the inverse transform to the weighted
     sum of values. Attention never transforms the stored numbers back. If head_dim is not a power of
     two, the transform applies to runs of channels whose length is the largest power of two that
-    divides it. If head_dim is odd, only signs change.
+    divides it. If head_dim is odd, channels are not mixed, and only some signs change.
 
     ``seed`` is the seed of the transform's random signs.
 
@@ -174,11 +179,12 @@ class Rotated(CodecWrapper):
         """
         signs, size, power = _settings(x.shape[-1], self.seed)
         shape, x = x.shape, x * signs.reshape(*[1] * (x.ndim - 1), -1)
-        half = 1
-        while half < size:
-            x = x.reshape(*shape[:-1], -1, 2, half)
-            x = jnp.stack([x[..., 0, :] + x[..., 1, :], x[..., 0, :] - x[..., 1, :]], axis=-2)
-            half *= 2
+        done = 1
+        while done < size:
+            parts = min(PARTS, size // done)
+            x = x.reshape(*shape[:-1], -1, parts, done)
+            x = jnp.stack(_butterfly([x[..., n, :] for n in range(parts)]), axis=-2)
+            done *= parts
         return x.reshape(shape) * 2.0**-power
 
     def _matrices(self, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
@@ -190,6 +196,16 @@ class Rotated(CodecWrapper):
         whole = np.kron(np.eye(head_dim // size, dtype=np.float32), hadamard)
         scale = np.float32(2.0**power / size)
         return signs[:, None] * whole * scale, whole * signs * scale
+
+
+def _butterfly(parts: list[Array]) -> list[Array]:
+    """Apply a Hadamard transform to a list of 2, 4, 8 ... arrays of one shape."""
+    half = 1
+    while half < len(parts):
+        pairs = [(parts[n & ~half], parts[n | half]) for n in range(len(parts))]
+        parts = [a - b if n & half else a + b for n, (a, b) in enumerate(pairs)]
+        half *= 2
+    return parts
 
 
 def _times(x: Array, matrix: np.ndarray) -> Array:

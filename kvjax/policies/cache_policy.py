@@ -145,7 +145,9 @@ class CachePolicy:
         """The layer's page group; None if slots are not in pages. Layers with equal page groups
         share a page table."""
         layout = as_paged(self.layout) and as_paged(self.stored_layout)
-        return None if layout is None else PageGroup(layout, self.split if self.has_tail else None)
+        # Pages do not depend on which first tokens are raw.
+        split = replace(self.split, sinks=0) if self.has_tail else None
+        return None if layout is None else PageGroup(layout, split)
 
     @property
     def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str, int] | None]:

@@ -21,7 +21,7 @@ RAW_SINKS = 4
 PRESETS: dict[str, tuple[str, ...]] = {
     "static": (),
     "dynamic": (),
-    "sliding_window": ("window", "sinks", "slack"),
+    "sliding_window": ("window", "slack"),
     "hybrid": ("slack",),
     "quantized": (),
     "offloaded": ("prefetch",),
@@ -67,8 +67,9 @@ def policy(
       window: for ``"sliding_window"``: the window in tokens. By default each layer uses its window
         in the model's config, and a layer without one raises an error.
       sinks: for ``"sliding_window"``: number of first tokens that are never overwritten; by default
-        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``). For
-        quantized caches with another name: number of first tokens that stay raw, by default 4.
+        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``). In
+        quantized caches with other names, it is the number of first tokens that stay raw, by
+        default 4. Layers with a ring ignore it.
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
       key_bits, value_bits: like ``bits``, for keys or values only.
@@ -101,7 +102,6 @@ def policy(
     raw = all(b in (None, 16) for b in (key_bits, value_bits))
     special = dict(
         window=window,
-        sinks=sinks if raw else None,
         slack=slack,
         prefetch=prefetch,
         memory=memory,
@@ -111,6 +111,10 @@ def policy(
     for setting, value in special.items():
         if value is not None and setting not in PRESETS[name]:
             raise ValueError(f"the cache policy {name!r} has no setting {setting!r}")
+    if sinks is not None and raw and name != "sliding_window":
+        raise ValueError(
+            f"sinks={sinks!r} applies to sliding_window and to quantized caches only: give bits="
+        )
     of_blocks = {"group_size": group_size, "block": block, "recent": recent, "prefill": prefill}
     chosen = {key: value for key, value in of_blocks.items() if value is not None}
     tailed = name.startswith("offloaded") or name == "auto"
@@ -122,9 +126,10 @@ def policy(
     keys = quantized_codec(key_bits, "keys", group_size=group_size, dtype=dtype)
     values = quantized_codec(value_bits, "values", group_size=group_size, dtype=dtype)
     chosen.pop("group_size", None)
-    if not raw:
+    in_window = name == "sliding_window"
+    if not raw and not in_window:
         chosen["sinks"] = RAW_SINKS if sinks is None else sinks
-    ring = Ring(window, (sinks or 0) if name == "sliding_window" else 0, slack)
+    ring = Ring(window, (sinks or 0) if in_window else 0, slack)
     growing = dict.fromkeys(("dynamic", "offloaded", "auto"), Growing())
     layout = {**growing, "sliding_window": ring}.get(name, Dense())
     host = Host(prefetch or 0)
@@ -135,8 +140,8 @@ def policy(
     if name == "paged":
         every = Paged(pages=pages) if page_size is None else Paged(page_size, pages=pages)
         sliding = replace(every, inner=ring, pages=None)
-        return Hybrid(replace(whole, layout=every), replace(whole, layout=sliding))
-    return Hybrid(whole, replace(whole, layout=ring)) if name == "hybrid" else whole
+        return Hybrid(replace(whole, layout=every), replace(whole, layout=sliding, sinks=0))
+    return Hybrid(whole, replace(whole, layout=ring, sinks=0)) if name == "hybrid" else whole
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,8 @@ class StoreFormat:
         return terms_of(stored.astype(jnp.float32), product, self.terms(queries))
 
     def _levels_of(self, codes: Array, plane: int) -> Array:
-        """Return the levels of the codes of a plane, which are multiplied by a power of two."""
+        """Return the levels of a plane's codes. The codes are multiplied by a power of two, because
+        they were masked but not shifted."""
         chosen = jnp.full_like(codes, self.levels[0])
         for code, level in enumerate(self.levels[1:], 1):
             reached = codes >= 2.0 ** (self.bits * plane) * code
