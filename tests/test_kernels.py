@@ -187,7 +187,7 @@ KERNELS = {
     "dense-int4-tensor": ("dense", "int4-tensor"),
     "ring-int2": ("ring", "int2"),
     "dense-rotated": ("dense", "rotated"),
-    "dense-turbo": ("dense", "turbo"),
+    "dense-rotated-centered": ("dense", "rotated-centered"),
     "paged-raw": ("paged", "raw"),
     "paged-int4": ("paged", "int4"),
 }

@@ -57,7 +57,7 @@ POLICIES = {
     "raw": whole(),
     "int8": whole(INT8, INT8),
     "4 and 2 bits": whole(CODECS["int4"], CODECS["int2"]),
-    "raw sinks": whole(CODECS["mixed"], CODECS["turbo"], sinks=3),
+    "raw sinks": whole(CODECS["mixed"], CODECS["rotated-centered"], sinks=3),
     "sinks": ring(16, 40, 4, 15),
     "sinks of 8 bits": ring(16, 40, 4, 23, INT8, INT8),
     "hybrid": kvjax.policies.Hybrid(whole(size=32), ring(16, None, 0, 15)),

@@ -266,7 +266,7 @@ def test_policies_by_name_and_by_layer():
     assert kvjax.policy(bits=8, sinks=0) == kvjax.CachePolicy(keys=Int8(), values=Int8())
     edges = kvjax.policies.Edges(kvjax.policy(bits=2), "quantized", first=1, last=2)
     config = tiny_config(num_hidden_layers=5, windows=(None,) * 5)
-    keys = {2: kvjax.policy(bits=2).keys, 4: Int4("channel", zero_point=True)}
+    keys = {2: kvjax.policy(bits=2).keys, 4: Rotated(Int4("channel", zero_point=True))}
     wanted = [keys[bits] for bits in (4, 2, 2, 4, 4)]
     assert [p.keys for p in edges.per_layer(config)] == wanted
     for arguments, message in (

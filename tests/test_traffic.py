@@ -283,6 +283,14 @@ def test_a_kernel_reads_its_operands_and_writes_what_is_new():
     assert large_results(program, 4 * KIB) == []
 
 
+def test_the_workspace_of_a_matrix_product_is_not_moved():
+    product = (
+        "ROOT %k = (f32[1024]{0}, s8[4194304]{0}) custom-call(%a), "
+        'custom_call_target="__cublas$lt$matmul"'
+    )
+    assert bytes_moved(text(A + product)) == 8 * KIB
+
+
 def test_memory_that_is_only_taken_is_not_moved():
     program = text('ROOT %k = f32[1024]{0} custom-call(), custom_call_target="AllocateBuffer"')
     assert bytes_moved(program) == 0

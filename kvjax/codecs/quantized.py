@@ -120,13 +120,14 @@ def quantized_codec(
     """Return the codec that ``policy`` uses for a number of bits. It is among the best simple
     codecs in our measurements (docs/quantization.md).
 
-    - 8 bits: symmetric integers, with scales per token.
-    - Keys with 4 bits: asymmetric integers with scales per channel, as in KIVI (Liu et al.,
-      arXiv:2402.02750).
-    - Keys with fewer bits: as in TurboQuant (Zandieh et al., arXiv:2504.19874), after the mean of
-      each rotated channel over a block is subtracted. The means are stored in 16 bits.
-    - Values with fewer than 8 bits: asymmetric integers with scales per token, after a randomized
-      Hadamard transform of the channels, as in QuaRot (Ashkboos et al., arXiv:2404.00456).
+    With 8 bits it is symmetric quantization per token. With fewer bits, channels go through a
+    randomized Hadamard transform first, as in QuaRot (Ashkboos et al., arXiv:2404.00456):
+
+    - Values: asymmetric quantization per token.
+    - Keys with 4 or 3 bits: asymmetric quantization per channel. Without the transform, it is that
+      of KIVI (Liu et al., arXiv:2402.02750).
+    - Keys with 2 bits or 1: the mean of each transformed channel over a block in 16 bits, and the
+      deviations from it as in TurboQuant (Zandieh et al., arXiv:2504.19874).
 
     Args:
       bits: 1, 2, 3, 4 or 8. With None or 16, numbers are not quantized.
@@ -153,6 +154,6 @@ def quantized_codec(
         return Integer(8, "token", group_size, dtype=dtype)
     if kind == "values":
         return Rotated(Integer(bits, "token", group_size, zero_point=True, dtype=dtype))
-    if bits == 4:
-        return Integer(bits, "channel", group_size, zero_point=True, dtype=dtype)
+    if bits > 2:
+        return Rotated(Integer(bits, "channel", group_size, zero_point=True, dtype=dtype))
     return Rotated(Centered(Codebook(bits, "token", group_size, dtype=dtype)))

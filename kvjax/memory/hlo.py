@@ -205,7 +205,9 @@ def _moved(instruction: Instruction) -> int:
     for number, operand in enumerate(instruction.operands):
         in_main = sum(result.nbytes for result in operand.results if not result.memory)
         moved += min(in_main, round(_fraction_read(instruction, number) * operand.nbytes))
-    for result, written in _written(instruction):
+    # The last result of a cuBLAS call is its workspace, of which little or nothing is used.
+    scratch = instruction.kind.startswith("custom-call:__cublas") and len(instruction.results) > 1
+    for result, written in _written(instruction)[: -1 if scratch else None]:
         if not result.memory:
             moved += result.nbytes if written is None else written
     return moved
