@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPEED = "amd-epyc-jax0.12.0.1-smollm2-135m-instruct.q4_1/decode.json"
 DRAFTS = "amd-epyc-jax0.10.2-smollm2-135m-instruct.q4_1/drafts.md"
 POLICIES, EMBEDDED = "quality/smollm2-policies.json", "quality/held_out-policies.json"
-TRANSFORMERS, LLAMA_CPP = "quality/smollm2-transformers.json", "quality/smollm2-llama_cpp.json"
+TRANSFORMERS, LLAMA_CPP = "quality/held_out-transformers.json", "quality/held_out-llama_cpp.json"
 README, QUANTIZATION = "README.md", "docs/quantization.md"
 INDEX, PERFORMANCE = "docs/index.md", "docs/performance.md"
 
@@ -104,6 +104,16 @@ def _peers() -> Iterator[PageClaim]:
         for name, each in found.items():
             if not name.startswith("kvjax") and "q5" not in name:
                 yield PageClaim(QUANTIZATION, quality_row(name, each), file)
+    for name in ("bits=8", "bits=4", "bits=2"):
+        row = quality_row(f"`{name}`", theirs[f"kvjax {name}"])
+        yield PageClaim(QUANTIZATION, row, TRANSFORMERS)
+    ours = theirs["kvjax bits=4"]["overall"]["mean_kl"]
+    ratios = sorted(
+        each["overall"]["mean_kl"] / ours for name, each in theirs.items() if " 4 bits" in name
+    )
+    span = f"{decimal(ratios[0])} to {decimal(ratios[-1])}"
+    text = f"{span} times as large with Transformers' quanto and HQQ"
+    yield PageClaim(README, text, TRANSFORMERS)
 
 
 def quality_row(label: str, found: dict[str, Any]) -> str:

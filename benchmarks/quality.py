@@ -121,6 +121,7 @@ def settings() -> dict[str, Any]:
         channel = with_zero(bits, "channel")
         keys = {
             "channel": channel,
+            "rotated channel": rotated(channel),
             "mixed channel": MixedPrecision(channel),
             "rotated centered token": centered(with_zero(bits, "token")),
             "rotated centered codebook": centered(Codebook(bits)),
