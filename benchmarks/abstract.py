@@ -99,7 +99,7 @@ SHARE, LONG = 0.02, 8
 PROGRAMS, BASE = 256, 2**20
 """What temporaries may take in any case: of a kernel's programs what each finds, and a megabyte."""
 _TWICE = "rotated", "4 bits", "4 and 2 bits", "2 bits", "pages of 4 bits"
-BLOCKS = dict.fromkeys((*_TWICE, "host", "host 1 ahead", "host 4 bits"), 4)
+BLOCKS: dict[str, int] = dict.fromkeys((*_TWICE, "host", "host 1 ahead", "host 4 bits"), 4)
 BLOCKS |= dict.fromkeys(("8 bits", "float8", "pages of 8 bits"), 2)
 """And how many blocks of every row as float32: keys and values while they are encoded, twice where
 a rotation mixes them; or while they are fetched from the host."""

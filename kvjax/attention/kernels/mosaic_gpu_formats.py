@@ -11,7 +11,7 @@ and weights. Scales and zero points per channel are applied to queries and outpu
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ def _(codec: Centered, block: int, head_dim: int) -> StoreFormat | None:
     return inner and replace(inner, arrays=(*inner.arrays, "mean"))
 
 
-def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, int]:
+def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, Any]:
     """Return the fields of ``StoreFormat`` that say which numbers share a scale."""
     tokens, channels = codec.groups.sizes(block, head_dim)
     if codec.per == "channel":
