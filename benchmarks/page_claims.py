@@ -72,10 +72,14 @@ def _speed() -> Iterator[PageClaim]:
         )
         for page in pages:
             yield PageClaim(page, f"| {batch} × {prompt:,} | {text} |", SPEED)
+    one_row = [cells[cell] for cell in CELLS if cell[0] == 1]
+    ratios = sorted(step(x, "kvjax") / step(x, "llama_cpp-f16") for x in one_row)
+    text = f"llama.cpp is {decimal(ratios[0], 1)} to {decimal(ratios[-1], 1)} times as fast"
+    yield PageClaim(README, text, SPEED)
 
 
 def _drafts() -> Iterator[PageClaim]:
-    """The rows of the table of drafts, whose figures stand in ``drafts.md`` in the same form."""
+    """Return the rows of the table of drafts. ``drafts.md`` has the same figures."""
     for line in (RESULTS / DRAFTS).read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if line.startswith(("| lookup", "| first")):
@@ -85,14 +89,14 @@ def _drafts() -> Iterator[PageClaim]:
 
 
 def _quality() -> Iterator[PageClaim]:
-    found = _load(POLICIES)
+    found, embedded = _load(POLICIES), _load(EMBEDDED)
     for name in ("bits=8", "bits=4", "bits=3", "bits=2"):
         for page in (README, INDEX):
             yield PageClaim(page, quality_row(f"`{name}`", found[name]), POLICIES)
-    for file in (POLICIES, EMBEDDED):
+    for file, results in ((POLICIES, found), (EMBEDDED, embedded)):
         for name in ("bits=8", "bits=4", "bits=3", "key_bits=4,value_bits=2", "bits=2", "bits=1"):
             label = f"`{name.replace(',', ', ')}`"
-            yield PageClaim(QUANTIZATION, quality_row(label, _load(file)[name]), file)
+            yield PageClaim(QUANTIZATION, quality_row(label, results[name]), file)
     for bits in (4, 3, 2):
         name = f"TurboQuant({bits})"
         yield PageClaim(QUANTIZATION, quality_row(f"`{name}`", found[name]), POLICIES)
@@ -114,6 +118,10 @@ def _peers() -> Iterator[PageClaim]:
     span = f"{decimal(ratios[0])} to {decimal(ratios[-1])}"
     text = f"{span} times as large with Transformers' quanto and HQQ"
     yield PageClaim(README, text, TRANSFORMERS)
+    ours, q4_0 = (llama_cpp[x]["overall"]["mean_kl"] for x in ("kvjax bits=4", "llama.cpp q4_0"))
+    yield PageClaim(
+        README, f"{decimal(q4_0 / ours)} times as large with llama.cpp's q4_0", LLAMA_CPP
+    )
 
 
 def quality_row(label: str, found: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def markdown(results: dict[str, Any]) -> str:
     """The figures as a page."""
     speed = results["link"]
     lines = [
-        f"# Caches on the host, behind a prompt of {results['prompt']:,} tokens, one row",
+        f"# Caches on the host, after a prompt of {results['prompt']:,} tokens, one row",
         "",
         f"{results['device']}, JAX {results['versions']['jax']}; medians of {results['rounds']} "
         f"rounds of {results['steps']} steps. An array to the device: "

@@ -77,7 +77,7 @@ def measure(
 def markdown(results: dict[str, Any]) -> str:
     """The figures as a page."""
     lines = [
-        f"# Decoding behind a prompt of {results['prompt']:,} tokens, one row",
+        f"# Decoding after a prompt of {results['prompt']:,} tokens, one row",
         "",
         f"{results['device']}, JAX {results['versions']['jax']}; medians of {results['rounds']} "
         f"rounds of {results['steps']} steps.",

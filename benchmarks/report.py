@@ -218,7 +218,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(table)
     for line in notes(results):
         console.print(line)
-    claims = Table(title="Claims", caption="(in brackets: beside the claim, not part of it)")
+    claims = Table(title="Claims", caption="(results in brackets are not required)")
     for index, column in enumerate(CLAIM_COLUMNS):
         claims.add_column(column, justify="right" if index in (3, 4) else "left")
     for row in claim_rows(results["claims"]):
@@ -245,7 +245,7 @@ def markdown(results: dict[str, Any]) -> str:
     lines += [*markdown_table(COLUMNS, body), ""]
     for note in notes(results):
         lines += [note.replace("*", "\\*"), ""]
-    lines += ["In brackets: figures beside the claim, not part of it.", ""]
+    lines += ["Results in brackets are not required.", ""]
     lines += [*markdown_table(CLAIM_COLUMNS, claim_rows(results["claims"])), ""]
     for sentence in mismatches(results):
         lines += [f"**Mismatch**: {sentence}.", ""]

@@ -108,9 +108,10 @@ def without_rotation(section: Section, rows: Array) -> tuple[Section, Array, tup
     """Remove the outermost ``Rotated`` codecs of a section, and transform the query rows instead.
     Returns the section, the rows, and the codecs for ``rotate_back``."""
     keys, values = section.codecs
-    dtype = jnp.dtype(jnp.float32) if is_widened(rows) else rows.dtype
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    dtype = wide if is_widened(rows) else rows.dtype
     while isinstance(keys, Rotated) and section.rotary is None:
-        rows, keys = keys.transform(rows.astype(jnp.float32)), keys.codec
+        rows, keys = keys.transform(rows.astype(wide)), keys.codec
     transforms: tuple[Rotated, ...] = ()
     while isinstance(values, Rotated):
         transforms, values = (values, *transforms), values.codec
@@ -128,7 +129,7 @@ def rotate_back(partial: Partial, transforms: tuple[Rotated, ...]) -> Partial:
 
 
 def is_widened(rows: Array) -> bool:
-    """Return whether products with these query rows are in float32, whatever their dtype is."""
+    """Return whether a CPU multiplies these query rows in float32, even if they have 16 bits."""
     return on_cpu() and rows.shape[2] < WIDEN_BELOW
 
 

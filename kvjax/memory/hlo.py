@@ -205,7 +205,7 @@ def _moved(instruction: Instruction) -> int:
     for number, operand in enumerate(instruction.operands):
         in_main = sum(result.nbytes for result in operand.results if not result.memory)
         moved += min(in_main, round(_fraction_read(instruction, number) * operand.nbytes))
-    # The last result of a cuBLAS call is its workspace, of which little or nothing is used.
+    # The last result of a cuBLAS call is its workspace. How much of it the call uses is unknown.
     scratch = instruction.kind.startswith("custom-call:__cublas") and len(instruction.results) > 1
     for result, written in _written(instruction)[: -1 if scratch else None]:
         if not result.memory:

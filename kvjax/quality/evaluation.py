@@ -315,10 +315,11 @@ def _check_encodes(name: str, cache: KVCache, context: int, chunk: int) -> None:
     )
     if lossy and not narrow and not any(seen):
         policy = lossy[0].policy
+        sinks = f", among the first {policy.split.tail.sinks}" if policy.split.tail.sinks else ""
         raise ValueError(
             f"{name}: in {context} tokens no prediction sees an encoded token: all are in the "
-            f"query's block of {policy.block}, in the {policy.recent} before it, in the same call "
-            f"or among the first {policy.sinks}. Use a longer context or smaller blocks"
+            f"query's block of {policy.block}, in the {policy.recent} before it{sinks}, or in the "
+            "same call. Use a longer context or smaller blocks"
         )
 
 
