@@ -26,6 +26,7 @@ from kvjax.codecs import (
     Raw,
     Rotated,
     TurboQuant,
+    scales,
 )
 from kvjax.codecs.integer import pack, unpack
 from kvjax.codecs.scales import rounded
@@ -230,10 +231,21 @@ def test_products_equal_those_of_decoded_numbers(name):
         np.testing.assert_allclose(np.asarray(found), wanted, atol=2e-6 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("kind", ["e4m3", "e5m2"])
+def test_every_8_bit_float_is_decoded_exactly(kind):
+    bits = np.arange(256, dtype=np.uint8)
+    wanted = bits.view(jnp.dtype(scales.KINDS[kind])).astype(np.float32)
+    found = np.asarray(jax.jit(scales.float8_to_float32, static_argnums=1)(bits, kind))
+    finite = np.isfinite(wanted)
+    assert finite.sum() >= 248 and np.array_equal(found[finite], wanted[finite])
+
+
+@pytest.mark.slow(but=[f"{name}-16-8" for name in CODECS])
+@pytest.mark.parametrize(("block", "dim"), [(16, 8), (64, 64), (16, 80)])
 @pytest.mark.parametrize("name", CODECS)
-def test_encoding_does_not_depend_on_other_blocks(name):
+def test_encoding_does_not_depend_on_other_blocks(name, block, dim):
     """A block has the same bytes alone, with other blocks, in other batches, and without jit."""
-    codec, x = resolved(CODECS[name]), jnp.asarray(blocks(count=5, block=16, dim=8))
+    codec, x = resolved(CODECS[name]), jnp.asarray(blocks(count=5, block=block, dim=dim))
     whole = jax.tree.leaves(jax.jit(codec.encode)(x))
     companies = itertools.product((1, 2), (1, 2)) if FULL else ((1, 1), (2, 2))
     for size, batch in companies:

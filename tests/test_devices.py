@@ -144,7 +144,8 @@ CELLS = [
 CELLS += [] if COLAB else [pytest.param("t4", *cell, marks=needs("t4")) for cell in ON_T4]
 CELLS += [] if COLAB else [pytest.param("v7x", *cell, marks=needs("v7x")) for cell in ON_V7X]
 OTHERS = {} if COLAB else {
-    "a100": [("raw", "8,192", STEP), ("4 bits", "8,192", LOOP), ("sinks", "8,192", SCAN)],
+    "a100": [("raw", "8,192", STEP), ("4 bits", "8,192", LOOP), ("sinks", "8,192", SCAN),
+             ("float8", "8,192", STEP)],
     "l4": [("8 bits", "8,192", STEP), ("pages of 4 bits", "8,192", LOOP),
            ("raw", "256 channels", CHUNK), ("hybrid", "8,192", STEP)],
     "b200": [("raw", "8,192", LOOP), ("4 bits", "8,192", STEP), ("pages", "8,192", STEP)],
