@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.quality`` measures the embedded model on its held-out text, and with
 ``--real`` SmolLM2-135M-Instruct on prose (the extra ``real``). ``--peers transformers`` feeds the
-same weights the same tokens, one by one, in Transformers with its quanto and HQQ caches (they need
-torch, optimum-quanto and hqq), and ``--peers llama_cpp`` in llama.cpp with its own (gguf and
+same weights the same tokens in Transformers with its quanto and HQQ caches (they need torch,
+optimum-quanto and hqq), and ``--peers llama_cpp`` in llama.cpp with its own (gguf and
 llama-cpp-python). ``--part validation`` is the text that codec settings are chosen on: there, more
 settings are compared.
 """
@@ -53,6 +53,8 @@ TRANSFORMERS: dict[str, Any] = {
     "HQQ 2 bits, keys per channel": ("hqq", 2, 0, 1),
 }
 """Backend, bits, and the axes of keys and values, with groups of 64 and a residual of 128."""
+RESIDUAL = 128
+"""How many tokens a cache of Transformers keeps unquantized until it quantizes all it has."""
 
 LLAMA_CPP: dict[str, Any] = {
     "llama.cpp q8_0": ("q8_0", "q8_0"),
@@ -65,7 +67,7 @@ LLAMA_CPP: dict[str, Any] = {
 
 CONTEXT = 2048
 FIRST = 64
-"""Tokens that Transformers is fed at once; all others come one by one."""
+"""Tokens that Transformers is fed at once at first; others come ``RESIDUAL`` at a time."""
 
 
 def candidates() -> dict[str, Any]:
@@ -138,7 +140,10 @@ def transformers_quality(
     folder: Path, config: Any, windows: np.ndarray, backend: str, bits: int, axis_key: int,
     axis_value: int,
 ) -> Quality:  # fmt: skip
-    """Figures of a quantized cache of Transformers, fed token by token.
+    """Figures of a quantized cache of Transformers, as if it were fed token by token.
+
+    It is fed ``RESIDUAL`` tokens at a time, which gives the same: every query sees the same tokens
+    unquantized, and the cache quantizes the same tokens at once.
 
     Windows are rows of one batch. Only HQQ's groups along tokens span rows, so there each window is
     a batch of its own.
@@ -156,11 +161,11 @@ def transformers_quality(
             tokens = torch.tensor(batch, dtype=torch.long)
             cache = QuantizedCache(
                 backend, model.config, nbits=bits, axis_key=axis_key, axis_value=axis_value,
-                q_group_size=64, residual_length=128,
+                q_group_size=64, residual_length=RESIDUAL,
             )  # fmt: skip
             wanted = [log_softmax_of(model(row[None], use_cache=False).logits[0]) for row in tokens]
             # A group along tokens needs so many of them at once; what is fed first is seen raw.
-            parts = [tokens[:, :FIRST], *tokens[:, FIRST:].split(1, dim=1)]
+            parts = [tokens[:, :FIRST], *tokens[:, FIRST:].split(RESIDUAL, dim=1)]
             pieces: list[list[np.ndarray]] = [[] for _ in batch]
             done = 0
             for part in parts:
