@@ -30,8 +30,8 @@ _current: contextvars.ContextVar["RunningCall | None"] = contextvars.ContextVar(
 
 
 class RunningCall:
-    """A call that is running. Each attention layer replaces ``step`` by the step that it returns,
-    and the next layer uses this one."""
+    """A call that is running. Each attention layer updates ``step``, and the next layer uses the
+    updated ``step``."""
 
     def __init__(self, step: Step) -> None:
         self.step, self._ended = step, False

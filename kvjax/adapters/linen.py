@@ -39,9 +39,9 @@ def as_function(module: nn.Module) -> "ModuleFunction":
     """Turn a module into ``apply`` for ``kvjax.language_model``. The module's variables are the
     parameters.
 
-    The module's parameters must have the names ``(tokens, cache, lengths)``, and it returns
-    ``(logits, cache)``. A module without a parameter ``cache`` is called with tokens inside
-    ``running`` and returns logits. Its attention must then use ``attention_fn``.
+    If the module's ``__call__`` has an argument ``cache``, its arguments must be named
+    ``(tokens, cache, lengths)``, and it returns ``(logits, cache)``. Otherwise, it is called with
+    tokens inside ``running`` and returns logits. Its attention must then use ``attention_fn``.
 
     Example:
       ```python

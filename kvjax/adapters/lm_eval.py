@@ -56,7 +56,7 @@ class KvjaxLM(TemplateLM):
     otherwise batch by batch.
 
     The options from ``revision`` to ``cache_memory`` are those of the commands, such as ``kvjax
-    generate``; the others are those of ``hf``.
+    generate``. ``prefill_chunk`` and ``seed`` are kvjax's own. The others are those of ``hf``.
 
     Example:
       ```python
@@ -198,8 +198,9 @@ class KvjaxLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: object
     ) -> list[int]:
-        """Token ids of a text. Without ``add_special_tokens``, ``add_bos_token`` decides, and a
-        text that begins with the text of ``prefix_token_id`` gets no second one."""
+        """Return the token ids of a text. If ``add_special_tokens`` is None, ``add_bos_token``
+        decides, and a text that already begins with the text of ``prefix_token_id`` gets no special
+        tokens."""
         if add_special_tokens is None:
             start = self.tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
             if self.add_bos_token is False or (start and string.startswith(start)):
@@ -383,7 +384,8 @@ class KvjaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation as text. If the template refuses it, without system messages."""
+        """Render a conversation as text. If the template rejects the conversation, render it
+        without system messages."""
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,

@@ -51,9 +51,9 @@ def attention_fn(
 def as_function(module: nnx.Module) -> tuple["ModuleFunction", PyTree]:
     """Split a module into ``apply`` and ``params``, for ``kvjax.language_model``.
 
-    The module's parameters must have the names ``(tokens, cache, lengths)``, and it returns
-    ``(logits, cache)``. A module without a parameter ``cache`` is called with tokens inside
-    ``running`` and returns logits. Its attention must then use ``attention_fn``.
+    If the module's ``__call__`` has an argument ``cache``, its arguments must be named
+    ``(tokens, cache, lengths)``, and it returns ``(logits, cache)``. Otherwise, it is called with
+    tokens inside ``running`` and returns logits. Its attention must then use ``attention_fn``.
 
     After updating the module's state, call ``as_function`` again. The new ``apply`` is equal to the
     earlier one, so nothing is compiled again.

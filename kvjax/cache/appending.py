@@ -141,7 +141,7 @@ def advance(cache: KVCache, new: int, lengths: Counts | None = None) -> KVCache:
 
     Raises:
       ValueError: if ``new`` is not the number of tokens that were appended, nothing was appended to
-        a layer, or ``lengths`` is invalid for a reason that ``append`` gives.
+        a layer, or ``lengths`` is invalid; see ``append``.
 
     Example:
       ```python

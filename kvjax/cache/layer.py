@@ -35,10 +35,11 @@ class Tail:
 
 @pytree_dataclass
 class Strip:
-    """The raw tokens that the queries of a call of more than one block see: the tail before the
+    """The raw tokens that queries see in a call with more tokens than a block: the tail before the
     call, and the keys and values of the call.
 
-    It exists only between ``append`` and ``advance``. Keys and values are stored as in the tail.
+    A strip exists only between ``append`` and ``advance``. Keys and values are stored as in the
+    tail.
     """
 
     tail: Tail
@@ -250,9 +251,9 @@ _T = TypeVar("_T")
 def unstacked(stack: LayerCache, index: Array) -> LayerCache:
     """Return layer ``index`` (int32[]) of a stack. Its body and tail remain arrays of all layers.
 
-    The axes of layers and rows are not merged by a reshape. If a stack or a batch has size 1, a
-    compiler may take the reshape for a different order of axes, or store reads and writes
-    separately, and copy everything.
+    The arrays are not reshaped to merge the axes of layers and rows. If a stack or a batch has size
+    1, a compiler may treat such a reshape as a different order of axes, or use separate memory for
+    reads and for writes. In both cases, it copies everything.
     """
     return replace(stack, low=index_stack(stack.low, index), stack=None)
 

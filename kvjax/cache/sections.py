@@ -40,8 +40,8 @@ class LayerView:
     ``before`` and ``length`` (int32[batch]) are the numbers of tokens of each row before and after
     the call. ``marks`` (int32[batch]) is the layer's ``written`` before the call. ``rotary`` is the
     layer's rotary table. ``pages`` (int32[batch, columns]) is the page table, if the layer is in
-    pages. ``index`` (int32[]) is the index of the layer in a stack; ``unstacked`` moves it to
-    ``layer``.
+    pages. ``index`` (int32[]) is the index of the layer, if ``layer_cache`` is a stack. In the
+    result of ``unstacked``, this index is in ``layer`` instead.
     """
 
     layer_cache: LayerCache
@@ -79,8 +79,8 @@ class Section:
     from the unit ``first`` on, with ``unit`` tokens each.
 
     ``position_of(slots, *cursors)`` returns the position in each slot, int32[batch, slots], -1 if
-    it is empty. A slot has one token. The function is elementwise, so that kernels can call it with
-    the cursors of one row. Each of ``cursors`` is int32[batch].
+    it is empty. Here, a slot has one token even if a unit is a block. The function is elementwise,
+    so that kernels can call it with the cursors of one row. Each of ``cursors`` is int32[batch].
 
     ``span(start, size)`` returns the lowest and the highest position in a range of units, over all
     rows. ``filled(near)`` returns how many units, from the first on, may contain tokens if rows

@@ -117,8 +117,8 @@ def shards_of(cache: KVCache, mesh_sharding: MeshSharding | None) -> list[LayerC
 def layer_sizes(
     policy: CachePolicy, host: Device, batch: int, kv_heads: int, head_dim: int
 ) -> LayerBytes:
-    """Compute the bytes of a layer with a resolved policy, on the device and with the placement
-    ``host``. On a mesh they are bytes per device."""
+    """Compute the bytes that a layer with a resolved policy has if it is on the device, and if it
+    has the placement ``host``. On a mesh, these are bytes per device."""
 
     def body_and_tail(placement: Device) -> tuple[int, int]:
         layer = layer_shapes(policy.with_placement(placement), batch, kv_heads, head_dim)

@@ -25,9 +25,9 @@ class Codebook(ScaledCodec):
     the smallest mean squared error for a normal distribution (Lloyd, 1982; Max, 1960); the scale is
     the group's root mean square.
 
-    A group has no zero point, so groups of 32 take as many bytes as the groups of 64 of an
-    ``Integer`` with zero points. Numbers far beyond the largest level have large errors. Wrap the
-    codec in ``Rotated``, which makes the channels of a token nearly normally distributed.
+    Groups have no zero points, so a scale per 32 numbers takes as many bytes as the scale and zero
+    point per 64 numbers of an ``Integer``. Numbers far beyond the largest level have large errors.
+    Wrap the codec in ``Rotated``, which makes the channels of a token nearly normally distributed.
 
     Attributes:
       bits: 1, 2, 3 or 4.
@@ -85,8 +85,8 @@ class Codebook(ScaledCodec):
         return in_range(self.groups.join(levels * self.decode_scale(store.scale)), self.dtype)
 
     def unscaled(self, codes: Array) -> Array:
-        """What the scales multiply, in float32: the levels. They are selected by comparisons, which
-        compilers vectorize, unlike reads from a table."""
+        """Return the levels of codes in float32, before the scales multiply them. The levels are
+        selected by comparisons, which compilers vectorize, unlike reads from a table."""
         levels = normal_levels(self.bits)
         chosen = jnp.full(codes.shape, levels[0], jnp.float32)
         for code, level in enumerate(levels[1:], 1):
@@ -101,8 +101,9 @@ def TurboQuant(
     seed: int = 0,
     scales: Raw | None = None,
 ) -> Rotated:
-    """TurboQuant for the smallest mean squared error (Zandieh et al., arXiv:2504.19874): a random
-    rotation, and ``Codebook`` for the rotated channels, which are nearly normally distributed.
+    """The variant of TurboQuant that minimizes the mean squared error (Zandieh et al.,
+    arXiv:2504.19874): a random rotation, and ``Codebook`` for the rotated channels, which are
+    nearly normally distributed.
 
     The rotation is a randomized Hadamard transform. A token has a norm for each group of up to 64
     channels; in the paper, a token has a single one.

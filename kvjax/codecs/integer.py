@@ -21,9 +21,10 @@ from kvjax.core.pytree import exportable_namedtuple
 from kvjax.core.validation import ArgumentError, as_python
 
 BITS = (1, 2, 3, 4, 8)
-"""The widths of presets."""
+"""The numbers of bits per code that presets support."""
 WIDTHS = (1, 2, 3, 4, 5, 8)
-"""The widths of codes. Codes of 3 and 5 bits are packed as codes of 2 or 4 bits, and of 1 bit."""
+"""The numbers of bits per code that ``Integer`` supports. A code of 3 bits is packed as a code of 2
+bits and a code of 1 bit, and a code of 5 bits as a code of 4 bits and a code of 1 bit."""
 MULTIPLE = 8
 """The number of tokens of a block must be a multiple of this, so that codes of any width fill whole
 bytes."""
@@ -49,11 +50,12 @@ class Integer(ScaledCodec):
     With a zero point, a number is ``zero + scale * code``. This is asymmetric quantization from the
     minimum of the group to its maximum, as in KIVI (Liu et al., arXiv:2402.02750). Without a zero
     point, a number is ``scale * (code - middle)``. This is symmetric quantization up to the largest
-    magnitude of the group. There, with 8 bits, one code means 0 and one code is unused; with fewer
-    bits, 0 is halfway between two codes, so that all codes are used. Scales are rounded up and zero
-    points down, so with more than one bit the error is at most half a scale. With one bit, the two
-    values are the group's mean (taken as 0 without a zero point) plus and minus its mean absolute
-    deviation.
+    magnitude of the group. In symmetric quantization with 8 bits, one code means 0 and one code is
+    unused. With fewer bits, 0 is halfway between two codes, so that all codes are used.
+
+    Scales are rounded up and zero points down, so with more than one bit the error is at most half
+    a scale. With one bit, a number becomes the group's mean plus or minus the group's mean absolute
+    deviation. Without a zero point, the mean is taken as 0.
 
     Attributes:
       bits: 1, 2, 3, 4, 5 or 8.
@@ -153,7 +155,8 @@ class Integer(ScaledCodec):
         return in_range(self.groups.join(scaled), self.dtype)
 
     def unscaled(self, codes: Array) -> Array:
-        """What the scales multiply, in float32."""
+        """Return codes in float32, before the scales multiply them. Without a zero point,
+        ``middle`` is subtracted."""
         codes = codes.astype(jnp.float32)
         return codes if self.zero_point else codes - self.middle
 

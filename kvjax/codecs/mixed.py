@@ -18,9 +18,12 @@ FEW_ROWS = 16
 
 @exportable_namedtuple
 class Mixed(NamedTuple):
-    """A store: the channels of each block from the largest to the smallest, ``order``, unsigned
-    [batch, kv_heads, blocks, 1, head_dim]; and the stores of the first half of them (``high``) and
-    of the second half (``low``), in this order."""
+    """The store of a ``MixedPrecision``.
+
+    ``order`` has the channels of each block from the largest to the smallest, as unsigned integers
+    [batch, kv_heads, blocks, 1, head_dim]. In this order, ``high`` is the store of the first half
+    of the channels, and ``low`` is the store of the second half.
+    """
 
     order: Array
     high: Store
@@ -32,12 +35,13 @@ class MixedPrecision(Codec):
     """Encode the larger half of a block's channels with one bit more than ``codec`` has, and the
     other half with one bit less.
 
-    A channel is large if its range over the block's tokens, times its largest magnitude, is. The
-    channels of keys that are large are also large in queries (Jin et al., arXiv:2502.01563), so the
+    The size of a channel is its range over the block's tokens, times its largest magnitude.
+    Channels that are large in keys are also large in queries (Jin et al., arXiv:2502.01563), so the
     errors of these channels count most. Every block chooses its own channels, as in Kitty (Xia et
     al., arXiv:2511.18643), which adds bits to a few channels and removes none.
 
-    Use it for keys. No attention kernel reads it: GPUs and TPUs use the paths for decoded keys.
+    Use this codec for keys. Attention kernels do not support it, so GPUs and TPUs decode the keys
+    first.
 
     Attributes:
       codec: an ``Integer`` of 2, 3 or 4 bits with scales per channel.

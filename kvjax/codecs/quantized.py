@@ -124,8 +124,8 @@ def quantized_codec(
     randomized Hadamard transform first, as in QuaRot (Ashkboos et al., arXiv:2404.00456):
 
     - Values: asymmetric quantization per token.
-    - Keys with 4 or 3 bits: asymmetric quantization per channel. Without the transform, it is that
-      of KIVI (Liu et al., arXiv:2402.02750).
+    - Keys with 4 or 3 bits: asymmetric quantization per channel. Apart from the transform, this is
+      the quantization of KIVI (Liu et al., arXiv:2402.02750).
     - Keys with 2 bits or 1: the mean of each transformed channel over a block in 16 bits, and the
       deviations from it as in TurboQuant (Zandieh et al., arXiv:2504.19874).
 

@@ -192,9 +192,9 @@ def mean(x: Array, axes: tuple[int, ...]) -> Array:
     """Compute the mean over ``axes``, which stay as axes of length 1. The sum can't overflow,
     because the numbers are first divided by a power of two, which is exact.
 
-    Halves are added to each other until one number is left: compilers choose the order of a
-    reduction by the shape of the array, and then rounding would depend on how many blocks are
-    encoded together.
+    The numbers are added in a fixed order: one half is added to the other until one number is left.
+    Compilers would choose the order of a reduction by the shape of the array, so rounding would
+    depend on how many blocks are encoded together.
     """
     count = math.prod(x.shape[axis] for axis in axes)
     shrink = 2.0 ** -(count - 1).bit_length()
@@ -221,9 +221,10 @@ FIELDS = {"e4m3": (3, 7), "e5m2": (2, 15)}
 def float8_to_float32(bits: Array, kind: str) -> Array:
     """Decode 8-bit floats, given as uint8.
 
-    Their bits are moved to those of a float16, and a power of two corrects the exponent, which is
-    exact. A conversion from JAX's own dtypes would end the process on an NVIDIA GPU before
-    capability 8.9: Triton of JAX 0.10 and older has none.
+    The bits are moved to their places in a float16, and a product with a power of two corrects the
+    exponent. This is exact. A conversion from JAX's own 8-bit dtypes would crash the process on
+    NVIDIA GPUs below compute capability 8.9, because Triton in JAX 0.10 and older lacks this
+    conversion.
     """
     fraction, bias = FIELDS[kind]
     bits = bits.astype(jnp.uint16)

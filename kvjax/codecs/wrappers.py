@@ -122,8 +122,9 @@ def _shrink(x: Array, weight: Array) -> Array:
 
 
 PARTS = 8
-"""How many parts of the channels a transform adds at a time. With more parts, arrays are read and
-written fewer times, and each number is computed by more additions."""
+"""The radix of the Hadamard butterfly: how many parts of the channels one pass combines. With more
+parts, arrays are read and written fewer times, but a pass computes each number with more
+additions."""
 
 
 @dataclass(frozen=True)
@@ -260,9 +261,9 @@ class Centered(CodecWrapper):
     """Store the mean of each channel over a block in 16 bits, and the deviations from it with
     ``codec``. SageAttention smooths keys in a similar way (Zhang et al., arXiv:2410.02367).
 
-    Use this codec for keys with large biases (Qwen 2). Without it, large biases of a few channels
-    use up the range of the codes of a group that spans several channels. The codec does not need to
-    know the bias, because the bias is part of the mean.
+    Use this codec for keys with large biases (Qwen 2). Without this codec, if a group spans several
+    channels, large biases of a few of these channels use up the range of the group's codes. The
+    codec does not need to know the bias, because the bias is part of the mean.
 
     Products with the means are computed once per block, not once per token.
 
@@ -301,7 +302,8 @@ class Centered(CodecWrapper):
         return self._means.decode(store.mean).astype(jnp.float32)
 
     def scores(self, queries: Array, store: CenteredStore) -> Array:
-        """Multiply queries with the deviations, and add each block's product with its mean."""
+        """Multiply queries with the deviations, and add the product of the queries with each
+        block's mean."""
         scores = self.codec.scores(queries, store.rest)
         mean = self.decode_mean(store)[..., 0, :].astype(queries.dtype)
         shared = product("bhqd,bhnd->bhqn", queries, mean)

@@ -38,7 +38,7 @@ def concatenate(caches: Iterable[KVCache]) -> KVCache:
       ValueError: if the list is empty; if the caches belong to different models or are on different
         devices; if their layers have different codecs or show queries different ranges of tokens;
         if their keys were rotated for different lengths (dynamic, longrope); or if a ring has
-        overwritten tokens that another cache's layout keeps.
+        overwritten tokens that the layout of the result needs.
 
     Example:
       ```python

@@ -185,7 +185,7 @@ def rewindable(cache: KVCache) -> PerRow:
     """Return how many of the newest tokens ``rewind`` can remove from each row, int32[batch].
 
     A ring overwrites tokens that are older than its window and slack, so it can't be rewound to a
-    position whose queries see them.
+    position whose queries would see overwritten tokens.
 
     Example:
       ```python
@@ -281,13 +281,14 @@ def branch_rows(cache: KVCache, rows: PerRow, since: PerRow) -> KVCache:
     """Let rows continue from other rows with a common prefix, in place. This runs inside ``jit``.
 
     A step of a beam search does this. Rows from which others continue stay unchanged, so nothing is
-    overwritten before it is copied. Only rows that end are overwritten, and only after the tokens
-    that both rows have in common. ``select`` would copy every row.
+    overwritten before it is copied. Only rows that continue from another row are overwritten, from
+    the end of the common prefix on. ``select`` would copy every row.
 
     Args:
       cache: a cache that is not within a call.
-      rows: int32[batch], the row from which each row continues. Such a row must continue from
-        itself: ``rows[rows[i]] == rows[i]``. On a mesh, the two rows must be on the same devices.
+      rows: int32[batch], the row from which each row continues. A row from which another row
+        continues must continue from itself: ``rows[rows[i]] == rows[i]``. On a mesh, the two rows
+        must be on the same devices.
       since: int32[batch], the length of the prefix that each row has in common with all rows from
         which it may continue.
 

@@ -94,7 +94,7 @@ def unstack(cache: KVCache) -> KVCache:
 def layer_by_layer(
     operation: Callable[Concatenate[KVCache, _P], _T],
 ) -> Callable[Concatenate[KVCache, _P], _T]:
-    """Decorate an operation that copies its cache so that it accepts stacked caches.
+    """Extend an operation to stacked caches. The operation must be one that copies its cache.
 
     A stacked cache is unstacked first. The result is stacked again if it is a cache, or a tuple
     that begins with a cache. This needs two more copies, and the argument's arrays are not deleted.

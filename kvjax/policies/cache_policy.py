@@ -85,8 +85,9 @@ class CachePolicy:
 
     @property
     def mark_base(self) -> int:
-        """The highest ordinary value of ``written``. A higher value also records that a conversion
-        could not supply some tokens; see ``Layout.hiding``."""
+        """In a layout that can grow, the highest value of ``written`` in normal operation. A higher
+        value also records that a conversion could not supply some tokens; see ``Layout.hiding``.
+        With pages it is 0, because growing does not change ``written``."""
         if as_paged(self.layout):
             return 0
         return self.layout.slots if self.has_tail else self.stored_layout.slots
@@ -98,7 +99,7 @@ class CachePolicy:
 
     def subblocks(self, head_dim: int) -> int:
         """Return the number of subblocks of a block that a kernel reads one after another. Keys and
-        values use the same number, the larger one of the two codecs."""
+        values use the same number: the larger of their codecs' two numbers."""
         return max(subblocks_of(x) for x in (self.keys, self.values)) * fold_of(head_dim)
 
     def orders(self, kv_heads: int, head_dim: int) -> tuple[Orders, Orders]:
@@ -151,8 +152,9 @@ class CachePolicy:
 
     @property
     def storage_key(self) -> tuple[Codec, Codec, tuple[int, int, str, int] | None]:
-        """A key that is equal for policies that store the same numbers, in any layout. It has the
-        codecs and, for blockwise codecs, the settings of which tokens queries see raw."""
+        """A key that is equal for policies that store the same numbers, in any layout. It contains
+        the codecs and, for blockwise codecs, the settings that determine which tokens queries see
+        raw."""
         blockwise = self.keys.blockwise or self.values.blockwise
         sight = (self.block, self.recent, self.prefill, self.sinks) if blockwise else None
         return self.keys, self.values, sight

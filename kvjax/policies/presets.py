@@ -67,8 +67,8 @@ def policy(
       window: for ``"sliding_window"``: the window in tokens. By default each layer uses its window
         in the model's config, and a layer without one raises an error.
       sinks: for ``"sliding_window"``: number of first tokens that are never overwritten; by default
-        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``). In
-        quantized caches with other names, it is the number of first tokens that stay raw, by
+        0. Layers whose window in the config is at most ``window`` keep no sinks (see ``Ring``). For
+        the other presets, if the cache is quantized: the number of first tokens that stay raw, by
         default 4. Layers with a ring ignore it.
       slack: for ``"sliding_window"``, ``"hybrid"`` and ``"paged"``: see ``Ring``.
       bits: bits per number: 1, 2, 3, 4 or 8 (see ``quantized_codec``), or 16 for no quantization.
@@ -239,7 +239,8 @@ def _refuse_auto(inner: object) -> None:
 
 
 def budget_of(choice: PolicyChoice | None) -> Budget | None:
-    """Return the budget of a policy or of a preset with this name; None if it has none."""
+    """Return the budget of a policy, which may be given by a preset's name. Returns None if the
+    policy has no budget."""
     choice = policy(choice) if isinstance(choice, str) else choice
     return choice.budget if isinstance(choice, Auto) else None
 

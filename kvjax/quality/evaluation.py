@@ -75,7 +75,8 @@ class CacheBytes:
       tail: bytes per row, at any length.
       of_bfloat16: ``body`` divided by the bytes per token in bfloat16.
       tokens: the length of the row to which the next three attributes refer.
-      encoded: number of tokens that the last query sees encoded, in the layer where it sees most.
+      encoded: number of tokens that the last query sees encoded, in the layer where this number is
+        largest.
       row: bytes of the row's tail and of the filled part of its body.
       row_of_bfloat16: ``row`` divided by the bytes of all its tokens in bfloat16.
     """
@@ -117,9 +118,9 @@ def compute_quality(
 ) -> Quality:
     """Compute metrics from per-token comparisons.
 
-    ``comparisons`` is float[4, windows, tokens]. For each token it has the target's nats with full
-    precision, the nats with the policy, the divergence, and whether both have the same most likely
-    token.
+    ``comparisons`` is float[4, windows, tokens]. For each token it has the target's negative
+    log-probability in nats with full precision, the same with the policy, the divergence, and
+    whether both have the same most likely token.
     """
     by_position, start, context = {}, 0, comparisons.shape[2] + 1
     while start < context:

@@ -34,7 +34,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a file's name is one of a GGUF file."""
+    """Whether a file's name is the name of a GGUF file."""
     return name.lower().endswith(".gguf")
 
 

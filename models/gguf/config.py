@@ -1,8 +1,8 @@
 """Convert the metadata of a GGUF file to the fields of a ``config.json``.
 
-Every key of the model's architecture must be known: one that kvjax does not know could change the
-model's output, so it is an error that names the key. What GGUF does not store (soft cap defaults,
-patterns of sliding layers, scales of attention scores) follows llama.cpp, which has it in its code.
+kvjax must know every key of the model's architecture. An unknown key could change the model's
+output, so it raises an error that names the key. Values that GGUF does not store (soft cap
+defaults, patterns of sliding layers, scales of attention scores) are those in llama.cpp's code.
 """
 
 import math
@@ -24,7 +24,7 @@ class GGUFArchitecture:
 
     Attributes:
       model_type: the family.
-      norm: the family's name of the norms' epsilon in ``config.json``.
+      norm: the name of the norms' epsilon in the family's ``config.json``.
       interleaved: True if llama.cpp's converter reorders the rows of the query and key projections,
         so that the two channels which rotate together are neighbors.
       norm_offset: what the converter adds to the weights of norms.
@@ -48,8 +48,8 @@ class GGUFArchitecture:
 class GGUFConfig:
     """What the metadata of a file says.
 
-    ``values``: the fields of a ``config.json``. ``read_tensors``: names of the tensors that were
-    read for them, which are no parameters.
+    ``values``: the fields of a ``config.json``. ``read_tensors``: names of the tensors from which
+    values were read. These tensors are not parameters.
     """
 
     values: Json
@@ -58,7 +58,8 @@ class GGUFConfig:
 
 
 def config_values(file: GGUFFile) -> GGUFConfig:
-    """The fields of the ``config.json`` that a GGUF file stands for, and its architecture.
+    """Return the ``config.json`` fields that correspond to a GGUF file's metadata, and the file's
+    architecture.
 
     Raises:
       CheckpointError: if the file is not of a supported architecture, or a key is missing, unknown

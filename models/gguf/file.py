@@ -1,7 +1,7 @@
 """Read a GGUF file: its metadata, and the positions and types of its tensors.
 
-The header is checked against the size of the file before anything of that size is allocated:
-counts, lengths, shapes and offsets that do not fit are errors that name the entry. Tensors are read
+The header is checked against the size of the file before anything is allocated. If a count, length,
+shape or offset does not fit, an error names the entry. Tensors are read
 one at a time, and decoded to floats by the package ``gguf``.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
@@ -126,7 +126,8 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 def shard_names(name: str) -> list[str]:
-    """The names of all shards of a file that is one of them; its own name if it is none."""
+    """Return the names of all shards of the model to which a shard belongs. For a file that is not
+    a shard, return only its own name."""
     match = _SHARD.match(name)
     if match is None or int(match[3]) > _MAX_SHARDS:
         return [name]

@@ -44,17 +44,18 @@ class Metadata:
         return f"{self.architecture}.{name}"
 
     def option(self, name: str, default: str) -> str:
-        """A word of the architecture's settings."""
+        """Return a setting of the architecture that is a string, or ``default`` if it is
+        missing."""
         value = self.raw(name)
         if value is not None and not isinstance(value, str):
             raise self.wrong(self.key(name), "a string")
         return default if value is None else value
 
     def only(self, name: str, *harmless: object) -> None:
-        """Mark a key as read that has no effect if it has one of some values.
+        """Mark a key as read. The key has no effect if its value is one of ``harmless``.
 
         Raises:
-          CheckpointError: if it has another value.
+          CheckpointError: if the key has another value.
         """
         value = self.raw(name)
         if value is not None and (isinstance(value, np.ndarray) or value not in harmless):
@@ -90,7 +91,7 @@ class Metadata:
         return value[0].item()
 
     def ignore(self, *names: str) -> None:
-        """Mark keys as read that have no effect on the output of kvjax's model."""
+        """Mark keys as read. These keys have no effect on the output of kvjax's model."""
         self._read.update(names)
 
     def check_all_read(self) -> None:

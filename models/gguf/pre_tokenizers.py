@@ -1,7 +1,8 @@
-"""Regexes by which byte-level BPE splits a text into words, by ``tokenizer.ggml.pre``.
+"""Regexes with which byte-level BPE splits a text into words, for each ``tokenizer.ggml.pre``.
 
-Names and flags are llama.cpp's. It approximates some of the regexes, because its engine knows no
-upper and lower case outside of ASCII; here they are those of the models' own ``tokenizer.json``.
+The names and flags are llama.cpp's. llama.cpp approximates some of the regexes, because its engine
+knows no upper and lower case outside of ASCII. The regexes here are those of the models' own
+``tokenizer.json``.
 """
 
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ class PreTokenizer:
     """How a vocabulary's text is split, and what else llama.cpp derives from the name.
 
     Attributes:
-      patterns: each splits all pieces that the one before it left: a match is a piece, and so is
-        the text between two matches.
+      patterns: regexes that are applied one after another. Each regex splits the pieces that the
+        previous one produced. A match is a piece, and so is the text between two matches.
       ignore_merges: a word that is a token is encoded as that token, whatever the merges.
       add_bos: whether BOS is added if the file has no ``tokenizer.ggml.add_bos_token``.
       byte_level: tokens are spelled in GPT-2's byte alphabet. Otherwise they are plain text with

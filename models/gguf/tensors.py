@@ -1,4 +1,4 @@
-"""Match the tensors of a GGUF file to a model's parameters, in the parameters' order of rows.
+"""Match the tensors of a GGUF file to a model's parameters, and restore the order of their rows.
 
 The package ``gguf`` knows the GGUF name of each tensor of Transformers. The converter of llama.cpp
 also reorders or shifts some weights; reading undoes that.
