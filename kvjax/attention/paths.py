@@ -132,12 +132,12 @@ GROUP_ROWS = 4
 
 
 def evenly(inputs: AttentionInputs) -> AttentionOutput:
-    """Compute attention in blocks of one size. CPUs process groups of a few rows, the shortest
-    first.
+    """Compute attention in blocks of one size. CPUs process the rows in groups of a few, the
+    shortest rows first.
 
-    Grouping copies the data of rows. Only layers in pages are grouped, because then only page
-    tables are copied, which is cheap. Stacks are not grouped. Calls with a bias are not grouped
-    either, because a bias may depend on the row.
+    Grouping copies the data of rows. Rows are grouped only if their layer is in pages, because then
+    only page tables are copied, which is cheap. The rows of stacks are not grouped. The rows of
+    calls with a bias are not grouped either, because a bias may depend on the row.
     """
     batch, view = len(inputs.length), inputs.view
     paged = view.layer_cache.policy.page_group is not None and view.layer is None

@@ -210,8 +210,8 @@ class Ring(Layout):
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
         """Return how many tokens can be rewound. While no slot has been overwritten, all tokens can
-        be rewound. After that, a row can be rewound to ``slack`` tokens before its maximum
-        length."""
+        be rewound. After that, a row can be rewound until it is ``slack`` tokens shorter than
+        ``written``, the maximum number of tokens that it has ever had."""
         slack = self._ring - (self.window or 1)
         kept = jnp.where(written > self.slots, written - slack, 0)
         return jnp.maximum(length - kept, 0)

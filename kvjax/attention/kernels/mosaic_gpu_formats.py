@@ -208,9 +208,9 @@ def _scale_groups(codec: ScaledCodec, block: int, head_dim: int) -> dict[str, An
 
 
 def arrays_of(codec: Codec, store: Store) -> list[Array]:
-    """Return the arrays of the store of a codec's core, [batch, kv_heads, units, ...], in the order
-    of ``StoreFormat.arrays``. The numbers are reshaped to rows, [batch, kv_heads, rows,
-    head_dim]."""
+    """Return the arrays of a store, [batch, kv_heads, units, ...], in the order of
+    ``StoreFormat.arrays``. The stored numbers are reshaped to rows, [batch, kv_heads, rows,
+    head_dim]. ``codec`` is the inner codec (``Core.codec``), and ``store`` is its store."""
     mean = []
     if isinstance(codec, Centered):
         store, mean = store.rest, [store.mean]

@@ -27,8 +27,9 @@ from kvjax.placement.order import LaneTiled, Orders, RowTiled
 class Tile(NamedTuple):
     """A tile of keys or values: ``numbers * scale + offset``.
 
-    ``numbers`` is [kv_heads, tokens, lanes]. The ``lane_group``-th run of ``head_dim`` lanes
-    belongs to the tile's tokens. If ``transposed``, ``numbers`` is [kv_heads, head_dim, tokens].
+    ``numbers`` is [kv_heads, tokens, lanes]. The lanes consist of groups of ``head_dim`` lanes.
+    Only the group with the index ``lane_group`` belongs to the tile's tokens. If ``transposed``,
+    ``numbers`` is [kv_heads, head_dim, tokens].
     ``scale`` and ``offset`` are float32[kv_heads, groups, tokens], with one number per token and
     group of channels. None means 1 for ``scale`` and 0 for ``offset``.
     """

@@ -96,11 +96,11 @@ class BestSequences(NamedTuple):
     """The best sequences of each prompt, best first.
 
     Attributes:
-      tokens: the tokens of each sequence. If a search found fewer than ``n`` sequences, the list is
-        empty.
+      tokens: the tokens of each sequence. If a search found fewer than ``n`` sequences, the list of
+        each missing one is empty.
       scores: the score of each sequence, -inf for a missing one.
       token_scores: the scores of ``tokens``; empty if not requested.
-      known: int[batch, n, steps], all tokens of each sequence except the last, followed by -1.
+      known: int[batch, n, steps], each sequence without its last token, followed by -1.
       before: int[batch, n], the number of tokens in ``known``.
     """
 
@@ -181,8 +181,8 @@ _WATCHED_STEPS = 8
 
 
 class BeamStream(PieceIterator):
-    """A beam search that runs while you iterate over it. Before the end, pieces contain the common
-    prefix of all candidates of a prompt, which can no longer change."""
+    """A beam search that runs while you iterate over it. Until the search ends, pieces contain only
+    the common prefix of all candidates of a prompt, because this prefix can no longer change."""
 
     def __init__(
         self,

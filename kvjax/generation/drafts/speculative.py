@@ -377,8 +377,9 @@ class SpeculativeDecoder:
         return lm.architecture, lm.params, context, logits, tokens, chunk.lengths, chunk.ends
 
     def proposer(self, cache: KVCache, draft_context: PyTree) -> Proposer | None:
-        """Return the proposer for a target cache and a draft context. It drafts at most as many
-        tokens as both caches can rewind; None if this is 0."""
+        """Return the proposer for a target cache and a draft context. The proposer drafts at most
+        as many tokens as the target's cache and the draft model's cache can rewind. If this number
+        is 0, the result is None."""
         draft, rows = self._draft, self._rows
         length = draft.num_draft_tokens or default_length(self._platform, rows)
         if cache.max_rewind is not None:
