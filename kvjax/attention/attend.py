@@ -98,10 +98,11 @@ def attend(
       [batch, heads, new, head_dim] in the queries' dtype. A query that sees no token gets zeros.
 
     Raises:
-      ValueError: if shapes do not fit the cache; nothing was appended to the layer since the last
-        ``advance``, or, with ``causal=False``, tokens were appended since then; ``lengths`` differ
-        from the lengths that ``append`` received; ``window`` or ``soft_cap`` is not positive;
-        ``sinks`` exceeds what a ring keeps; or ``path`` is unknown or does not support the inputs.
+      ValueError: if shapes do not fit the cache; if nothing was appended to the layer since the
+        last ``advance`` (with ``causal=False``: if tokens were appended since then); if ``lengths``
+        differ from the lengths that ``append`` received; if ``window`` or ``soft_cap`` is not
+        positive; if ``sinks`` exceeds what a ring keeps; or if ``path`` is unknown or does not
+        support the inputs.
         A stack of layers with a tail has one more rule. If a call has more tokens than a block,
         call ``attend`` for each layer right after its ``append``. Otherwise ``attend`` raises this
         error too, or returns NaN if the layer's index is traced.

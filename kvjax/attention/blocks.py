@@ -1,4 +1,5 @@
-"""The paths ``blocks`` and ``buckets``: softmax over blocks, or over a prefix, of every section.
+"""The paths ``blocks`` and ``buckets``. ``blocks`` computes the softmax over every section block by
+block, and ``buckets`` over a prefix of it that contains all filled slots.
 
 ``blocks`` has a conditional per block, to skip empty blocks. An accelerator receives its work ahead
 of time, and may have to wait for its host at every conditional. ``buckets`` has only one
@@ -41,8 +42,8 @@ FEW_ROWS = 16
 """With fewer query rows than this, reading a partly filled coarse block is cheaper than reading
 fine blocks."""
 MIN_FILLED_PART = 4
-"""With fewer query rows than ``FEW_ROWS``, a coarse block is read if more than one
-``MIN_FILLED_PART``-th of it is filled."""
+"""With fewer query rows than ``FEW_ROWS``, a coarse block is read if more than
+``1 / MIN_FILLED_PART`` of it is filled."""
 MIN_FILLED = 5 / 8
 """The fraction of a section that queries must see for the section to be multiplied in one piece."""
 EVEN_BLOCK = 256
@@ -134,8 +135,8 @@ def is_widened(rows: Array) -> bool:
 
 
 def has_product_dtype(section: Section, rows: Array) -> bool:
-    """Return whether a section can be multiplied as it is stored. Numbers that are stored as bits
-    or in float16 would first be converted, in a copy."""
+    """Return whether a section can be multiplied as it is stored. Numbers in float16, and 16-bit
+    floats whose bits are stored as integers, would first be converted, in a copy."""
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves((section.keys, section.values))}
     dtypes |= {str(codec.dtype) for codec in section.codecs}
     return dtypes == {rows.dtype.name} and rows.dtype != jnp.float16
@@ -287,7 +288,8 @@ def _by_blocks(partial: Partial, section: Section, rows: Array, inputs: Attentio
 
 
 def block_sizes(size: int, unit: int = 1, numbers: int = 1, parts: int = 4) -> tuple[int, int]:
-    """Return the sizes of fine and coarse blocks, in units.
+    """Return the sizes of fine and coarse blocks, in units. A unit is a token, or a block that is
+    quantized or moved together.
 
     Args:
       size: the number of units of the section.
@@ -348,8 +350,9 @@ def bucketed(inputs: AttentionInputs) -> AttentionOutput:
 
 
 def bucket_sizes(tokens: list[int]) -> list[int]:
-    """Return prefix sizes in tokens, in ascending order, for sections of the sizes ``tokens``. They
-    are the size of the largest section, and repeated halvings of it."""
+    """Return prefix sizes in tokens, in ascending order, for sections of the sizes ``tokens``. The
+    last prefix size is the size of the largest section. Each other one is about half of the
+    next."""
     sizes = [max(tokens)]
     while len(sizes) < MAX_BUCKETS and sizes[-1] > MIN_SIZE:
         sizes.append(-(-sizes[-1] // (2 * TILE)) * TILE)

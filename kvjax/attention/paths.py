@@ -135,9 +135,10 @@ def evenly(inputs: AttentionInputs) -> AttentionOutput:
     """Compute attention in blocks of one size. CPUs process the rows in groups of a few, the
     shortest rows first.
 
-    Grouping copies the data of rows. Rows are grouped only if their layer is in pages, because then
-    only page tables are copied, which is cheap. The rows of stacks are not grouped. The rows of
-    calls with a bias are not grouped either, because a bias may depend on the row.
+    To group rows, their data must be copied. If their layer is in pages, only page tables are
+    copied, which is cheap, so only the rows of such layers are grouped. The rows of stacks are not
+    grouped. The rows of calls with a bias are not grouped either, because a bias may depend on the
+    row.
     """
     batch, view = len(inputs.length), inputs.view
     paged = view.layer_cache.policy.page_group is not None and view.layer is None

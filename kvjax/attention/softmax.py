@@ -17,8 +17,8 @@ from kvjax.core.typing import Array, AttentionOutput, PerRow
 from kvjax.layouts import Shard
 
 LOWEST = -2e38
-"""The score of a key that a query does not see. Keys with scores below half of it also count as not
-seen."""
+"""The score of a key that a query does not see. Keys with scores below ``LOWEST / 2`` also count as
+not seen."""
 
 
 class Partial(NamedTuple):
@@ -109,7 +109,8 @@ def softmax_over(
     before: Partial | None = None,
     whole: bool = False,
 ) -> Partial:
-    """Compute the softmax over ``size`` units of a section, from the unit ``origin`` on.
+    """Compute the softmax over ``size`` units (tokens, or blocks of tokens) of a section, from the
+    unit ``origin`` on.
 
     Args:
       section: the keys and values.
@@ -179,8 +180,8 @@ class AttentionInputs:
         return queries.reshape(batch, self.kv_heads, heads // self.kv_heads * new, head_dim)
 
     def visible_length(self) -> PerRow:
-        """Return for each row the first position from which on no query sees a token,
-        int32[batch]."""
+        """Return for each row the end of the tokens that its queries see, int32[batch]. No query
+        sees a token at this position or at a later one."""
         return jnp.minimum(self.length, jnp.max(self.mask.queries, axis=1) + 1)
 
     def finish(self, *partials: Partial) -> AttentionOutput:

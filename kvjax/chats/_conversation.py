@@ -50,8 +50,8 @@ class ChatCache:
     tokens: tuple[int, ...] = ()
 
     def rewound_to(self, ids: Sequence[int]) -> tuple["ChatCache", int]:
-        """Rewind to the longest common prefix of the cached tokens and ``ids``, without the last
-        token of ``ids``. If the cache can't be rewound that far, it is emptied.
+        """Rewind to the longest common prefix of the cached tokens and ``ids[:-1]``. If the cache
+        can't be rewound that far, it is emptied.
 
         Returns:
           The cache, and the number of common tokens that were lost because it was emptied.

@@ -1,7 +1,7 @@
 """Chats in folders: turns, settings and statistics as JSON, and the cache.
 
 The cache is written first, with its tokens. If writing is interrupted after that, the old JSON file
-still matches a prefix of the new cache, which can be reused.
+still matches a prefix of the new cache. This prefix can be reused.
 """
 
 import json

@@ -39,8 +39,8 @@ def deferred_interrupt(on_interrupt: Callable[[], None]) -> Iterator[None]:
 
 
 OnEnd = Callable[["Answer", GenerationResult | None], GenerationResult | None]
-"""A chat's function that is called when an answer ends. It takes the cache out of the result, which
-is None after an error."""
+"""A chat's function that is called when an answer ends. It receives the answer and its result, and
+returns the result without the cache. The result is None after an error."""
 
 
 class Answer(Iterator[Piece]):

@@ -128,9 +128,9 @@ class Chat:
           cache: a policy, its name, or a list with one for each layer.
           max_len: the maximum number of tokens of the chat. By default it is the length of the
             model's training sequences, but at most 4,096. Rings have no limit.
-          on_full: what happens when the chat is full. ``"stop"`` rejects the text. ``"drop"`` hides
-            the oldest turns from the model, but not the system prompt, until half of the capacity
-            is free. The remaining turns are prefilled again.
+          on_full: what happens when the chat is full. ``"stop"`` rejects the text. ``"drop"`` frees
+            half of the capacity: it hides the oldest turns (but not the system prompt) from the
+            model. The remaining turns are prefilled again.
           max_new_tokens: the maximum number of tokens of an answer.
           stop: strings before which an answer ends.
           seed: turn ``k``, counted from 0, samples with the seed ``seed + k``. Each retry adds

@@ -150,7 +150,8 @@ class TokenizedText:
         return TokenizedText(self.text, self.ids, cuts)
 
     def with_common_cuts(self, text: str) -> "TokenizedText":
-        """Return this text with only those cuts before which ``text`` is identical."""
+        """Return this object with only those cuts up to which its text and ``text`` are the
+        same."""
         cuts = tuple(cut for cut in self.cuts if text.startswith(self.text[: cut[1]]))
         return TokenizedText(self.text, self.ids, cuts)
 
@@ -213,8 +214,8 @@ def fit_prompt(
       user: the message to answer.
       capacity: the maximum number of tokens of the chat; None for no limit.
       new: the maximum number of tokens of the answer.
-      drop: whether to drop the oldest turns if less space is left than ``new`` tokens, or than a
-        quarter of the capacity if that is less. Turns are then dropped until half of the capacity
+      drop: whether to drop the oldest turns if the space that is left is too small both for ``new``
+        tokens and for a quarter of the capacity. Turns are then dropped until half of the capacity
         is free. The remaining turns must be prefilled again, so this should be rare.
 
     Raises:

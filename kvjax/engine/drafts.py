@@ -26,8 +26,8 @@ MAX_DRAFT_TOKENS = 7
 """The maximum number of drafted tokens that one pass verifies."""
 
 AdjustCost = Callable[[DraftCost], DraftCost]
-"""A function that adjusts the cost of drafting for a single row to the rows that are decoding at
-the same time."""
+"""A function that takes the cost of drafting for a row that decodes alone, and returns the cost if
+other rows decode at the same time."""
 
 
 @dataclass(frozen=True)

@@ -64,14 +64,15 @@ class Engine:
         at least one must have pages.
       limits: ``max_batch_size`` is the number of rows, 8 by default. ``max_seq_len`` is the maximum
         number of tokens of a request, prompt and new tokens together; by default all positions of
-        the model. If neither ``pages`` nor ``memory`` is given, the pools may take
-        ``cache_memory_ratio`` of the device memory (``device_memory``) that weights and temporaries
-        leave free. ``prefetch_steps`` is the number of steps that are dispatched before the output
-        of an earlier one is needed.
+        the model. If ``cache_memory_ratio`` is given, but neither ``pages`` nor ``memory``, the
+        pools may take this fraction of the device memory (``device_memory``) that weights and
+        temporaries leave free. ``prefetch_steps`` is the maximum number of dispatched steps whose
+        output has not been collected when ``step`` returns.
       pages: the number of pages of each pool.
       memory: the size of all pools in bytes, or as text such as ``"2GiB"``, instead of ``pages``.
-        By default the pools have pages for all rows at full length. If these do not fit, the pools
-        take nine tenths of the device memory that is free after the weights.
+        Without ``pages``, ``memory`` and ``cache_memory_ratio``, the pools have pages for all rows
+        at full length. If these do not fit, the pools take nine tenths of the device memory that is
+        free after the weights.
       prefill_chunk: maximum number of prompt tokens that are computed together.
       max_num_batched_tokens: maximum number of tokens in a step, including padding; by default
         ``prefill_chunk`` plus one for each row.

@@ -371,9 +371,9 @@ def program_context(
 def written_at(cache: KVCache, ends: PerRow) -> Array:
     """Return ``KVCache.written`` for rows that will have ``ends`` tokens.
 
-    The host may already have given other rows the pages that are out of the window by then, so
-    their contents must no longer count as this row's. The entries of layers with a tail describe
-    the tail, and do not change.
+    When a row has this many tokens, some of its pages are out of the window, and the host may
+    already have given them to other rows. So the contents of these pages must no longer count as
+    this row's. The entries of layers with a tail describe the tail, and do not change.
     """
     raw = jnp.array([x.policy.page_group is not None and x.tail is None for x in cache.layers])
     return jnp.where(raw, jnp.maximum(cache.written, ends[:, None]), cache.written)

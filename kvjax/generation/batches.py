@@ -61,8 +61,8 @@ def generate_batches(
 
     While one batch decodes, a second thread prepares the next ``limits.prefetch_steps`` batches (1
     by default, 0 if there are several processes): it tokenizes and checks the prompts and starts
-    the transfer of their tokens. With ``placement``, it also moves layers of the next batch's
-    cache: ``prefetch_steps`` is the number of these layers too.
+    the transfer of their tokens. With ``placement``, it also moves the first ``prefetch_steps``
+    layers of the next batch's cache.
 
     Args:
       lm: a model from ``kvjax.models.load``.

@@ -79,8 +79,8 @@ def likelihoods(
       callback: called with the number of continuations that are done since the last call.
 
     Raises:
-      ValueError: if a context or a continuation is empty, has a token outside the vocabulary, or
-        both together exceed the model's positions; for a model with an encoder.
+      ValueError: if a context or a continuation is empty or has a token outside the vocabulary, if
+        both together exceed the model's positions, or if the model has an encoder.
       NonFiniteError: if logits are not finite.
     """
     check_model(lm)

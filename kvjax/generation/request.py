@@ -278,7 +278,8 @@ def prepare_request(
 
 def padded_width(tokens: int, chunk: int) -> int:
     """Return the width to which the last ``tokens`` tokens of a prompt are padded. It is a power of
-    two, at least 16 and at most ``chunk``, which limits the number of compiled programs."""
+    two of at least 16, or ``chunk`` if that is less. This limits the number of compiled
+    programs."""
     return min(chunk, max(_SMALLEST_WIDTH, 1 << (tokens - 1).bit_length()))
 
 

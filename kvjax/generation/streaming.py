@@ -159,11 +159,11 @@ class Stream(PieceIterator):
         the last piece ended. The finish reason is ``"stopped"``.
 
         Continue to iterate, because the result is available after the last piece. The last piece
-        has text only if the cache could not be rewound past the running dispatches (a ring or a
-        tail, and many steps). If prompts are still being prefilled, their remaining chunks are
-        skipped, and ``result.pending_tokens`` has the skipped tokens. Other threads and signal
-        handlers may call this. If several processes run together, all must call it after the same
-        piece.
+        has text only if the cache could not be rewound past the running dispatches. This can happen
+        if they have many steps and the cache has a ring or a tail. If prompts are still being
+        prefilled, their remaining chunks are skipped, and ``result.pending_tokens`` has the skipped
+        tokens. Other threads and signal handlers may call this. If several processes run together,
+        all must call it after the same piece.
         """
         self._stopping = True
 

@@ -38,8 +38,9 @@ class Run(NamedTuple):
     A token is written if its index is at least ``skip`` and its slot is in ``[low, high)``. If
     ``bounds`` is given, the slot must also be in ``[bounds[0], bounds[1])``, which may be traced.
 
-    For paged layouts, ``columns`` (int[batch, pages]) selects entries of the row's page table.
-    Slots are then numbered through the pages in these entries, and ``high`` is the page size.
+    For paged layouts, ``columns`` (int[batch, pages]) selects entries of the row's page table. The
+    run then continues through the pages in these entries, ``start`` is counted from the first slot
+    of the first of these pages, and ``high`` is the page size.
 
     Example:
       ```python
@@ -241,8 +242,9 @@ class Layout(LayoutSpec):
           missing: the slots whose tokens are not available.
 
         Returns:
-          A value of ``written`` with which ``positions`` reports those slots as empty, and a mask
-          of the rows for which this is impossible, because their queries see a missing token.
+          A value of ``written`` with which the method ``positions`` reports the missing slots as
+          empty, and a mask of the rows for which this is impossible, because their queries see a
+          missing token.
         """
         return length, jnp.any(missing, axis=1)
 

@@ -33,10 +33,10 @@ class Ring(Layout):
 
     Attributes:
       window: the window in tokens. None means the layer's window in the model's config.
-      sinks: the number of first tokens that are never overwritten. If ``window`` is given and is
-        not narrower than the layer's window in the config, the layer has no sinks, because the ring
-        keeps everything that the layer was trained to see. ``Ring(sinks=4)``, without a window,
-        gives such a layer sinks.
+      sinks: the number of first tokens that are never overwritten. A layer gets no sinks if it has
+        a window in the config and ``window`` is given and at least as wide, because the ring then
+        keeps everything that the layer was trained to see. With ``Ring(sinks=4)``, which has no
+        ``window`` of its own, such a layer gets sinks.
       slack: the number of slots in addition to sinks and window. A call (forward pass) of up to
         ``slack + 1`` tokens overwrites nothing that its own queries see, and ``slack`` tokens can
         be rewound. The default is the largest of 16, an eighth of the window, and a block (64
@@ -148,8 +148,8 @@ class Ring(Layout):
         return replace(alike, max_len=larger, grows_to=max([larger, *grows]) if grows else None)
 
     def in_blocks(self, block: int, recent: int) -> Layout:
-        """Return a ring with a slot for each block that the queries of one call see, but at least
-        one for each block that can leave the tail in one call."""
+        """Return a ring of blocks. It has a slot for each block that the queries of one call see,
+        and at least as many slots as blocks can leave the tail in one call."""
         if self.max_len is not None:
             return super().in_blocks(block, recent)
         seen = -(-(self.slots - 1) // block) - recent

@@ -54,7 +54,8 @@ class LayoutSlice:
         return self.layout.slot_of(positions) - self.offset
 
     def region_layouts(self) -> list[tuple[Region, "LayoutSlice"]]:
-        """Return the regions of the layout, each with the slice of its slots in this slice."""
+        """Return the regions of the layout, each with a slice of the region's slots that are also
+        in this slice."""
         parts = []
         for region in self.layout.regions():
             low = jnp.maximum(jnp.asarray(self.low, jnp.int32), region.first)
@@ -158,9 +159,9 @@ class Split:
         return self.body.slot_of(positions // self.block) * self.block + positions % self.block
 
     def rewindable(self, length: PerRow, written: PerRow) -> PerRow:
-        """Return `Layout.rewindable`. It is at least a block, because the tail still has the tokens
-        that the next query sees raw and the block that will be encoded next. It is less only if the
-        layout itself has less slack."""
+        """Return `Layout.rewindable`. Unless the layout itself has less slack, it is at least a
+        block, because the tail still has the tokens that the next query sees raw and the block that
+        will be encoded next."""
         kept = written - self.tail.slots + self.tail.sinks  # first position in the tail's ring
         blocks = -(-kept // self.block) + self.recent
         least = jnp.where(kept > 0, blocks * self.block + 1, 0)

@@ -133,10 +133,10 @@ def plan_on(
       prefill_chunk: the number of prompt tokens per call.
 
     Raises:
-      ValueError: for the same reasons as ``init_cache``, if the device is unknown, if its compiler
-        does not support caches on the host. Also if this process can compile kernels only for GPUs
-        of another compute capability, so that a second process has to plan, and the model can't be
-        pickled for it.
+      ValueError: for the same reasons as ``init_cache``, if the device is unknown, or if its
+        compiler does not support caches on the host. If this process can compile kernels only for
+        GPUs of another compute capability, a second process does the planning. The error is then
+        also raised if the model can't be pickled for that process.
       MissingCompilerError: if the device's compiler is not installed.
 
     Example:

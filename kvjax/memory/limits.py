@@ -251,7 +251,8 @@ def what_fits(
     Args:
       model, batch, max_len, prefill_chunk: as in ``plan``. Temporaries are estimated.
       memory: bytes of a device's memory; by default the default device reports it.
-      fraction: the fraction of the memory left by weights and temporaries that the cache may use.
+      fraction: the fraction that the cache may use of the memory that weights and temporaries leave
+        free.
       devices: number of devices that share weights and cache evenly, by heads.
       policies: policies by name; by default static, 8, 4 and 2 bits, and a raw cache on the host.
 

@@ -156,8 +156,8 @@ def memory_report(cache: KVCache) -> list[LayerReport]:
 def device_bytes(
     config: Any, choice: PolicyChoice | None, batch: int, max_len: int, mesh: Mesh | None = None
 ) -> int:
-    """Return the bytes of a cache with prefetched layers, on the device or on each device of a
-    mesh."""
+    """Return the bytes that a cache takes on the device, or on each device of a mesh, including
+    prefetched layers."""
     cache = abstract_cache(config, choice, batch=batch, max_len=max_len, mesh=mesh)
     return nbytes(cache, cache.mesh_sharding).get("device", 0) + prefetch_bytes(
         cache, cache.mesh_sharding

@@ -220,8 +220,9 @@ class RowTiled(Order):
         return x.reshape(heads, -1, lanes), index // per_group
 
     def shared_rows(self, stored: Array, index: int, count: int) -> Array:
-        """Select the row of the ``index``-th of ``count`` subblocks from rows that several tokens
-        of a unit share, such as scales per channel. Returns [kv_heads, units, width]."""
+        """Select the row that belongs to the ``index``-th of ``count`` subblocks. ``stored`` has
+        rows that several tokens of a unit share, such as scales per channel. Returns [kv_heads,
+        units, width]."""
         heads, _, lanes = stored.shape
         row, per_group = index * self.rows // count, self.rows // self.fold
         rows = stored.reshape(heads, -1, per_group, lanes)[:, :, row % per_group]

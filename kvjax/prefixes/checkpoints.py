@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a row at one position that is not in its full pages.
+"""Checkpoints: the part of a row's state at one position that its full pages do not contain.
 
 If rows have such state (a raw tail, a window outside of pages, a partial page of blocks), a cached
 sequence can only be resumed where a checkpoint was taken.

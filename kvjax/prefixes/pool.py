@@ -140,8 +140,8 @@ class PagePool:
 
     @property
     def lost(self) -> bool:
-        """Whether the pool has no arrays, because none were created or a cache lost the leased
-        ones."""
+        """Whether the pool has no arrays, because none were created, or because they were leased to
+        a cache and were lost with it."""
         leaves = jax.tree.leaves(self.bodies)
         return any(not isinstance(x, jax.Array) or x.is_deleted() for x in leaves)
 

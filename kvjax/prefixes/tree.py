@@ -88,8 +88,8 @@ class WeightVersions:
             )
 
     def forget_deleted(self, weight_version: Hashable) -> list[Hashable]:
-        """Remove versions whose arrays have been deleted, except the current one, because no model
-        can have these arrays again. Returns the removed versions."""
+        """Remove versions whose arrays have been deleted, because no model can have these arrays
+        again. The current version is never removed. Returns the removed versions."""
         deleted = [
             version
             for version, refs in self._arrays.items()
@@ -115,10 +115,10 @@ class PrefixTree:
     """A prefix cache. With ``generate(..., prefix_cache=tree)``, common prefixes of prompts are
     computed once.
 
-    Cached sequences are stored in pages of one pool. A hit, the cached tokens with which a prompt
-    begins, is rounded down to a position where the tree has everything that the next token needs:
-    full pages and, for quantized caches and windows, a checkpoint (a copy of the tail, the newest
-    tokens, and of the window).
+    Cached sequences are stored in pages of one pool. A hit is the cached tokens with which a prompt
+    begins. It is rounded down to a position where the tree has everything that the next token
+    needs: full pages and, for quantized caches and windows, a checkpoint. A checkpoint is a copy of
+    the window and of the tail (the newest tokens).
 
     With ``exact_prefix``, the logits of a request are bitwise the same as in ``generate(lm,
     prompts, **tree.settings)`` without a tree, on the same device. To achieve this, the tree keeps
@@ -147,8 +147,9 @@ class PrefixTree:
         hits end at multiples of this number that are also ends of pages.
       exact_prefix: whether results must not depend on which sequences are cached, see above.
       checkpoint_every: the number of pages between checkpoints inside a long prompt, if the policy
-        needs checkpoints. Further checkpoints are at the last positions where a chunk and a page
-        end: in the prompt, and in the part that it shares with a cached sequence.
+        needs checkpoints. Further checkpoints are at positions where both a chunk and a page end:
+        the last such position of the prompt, and the last one in the part that the prompt shares
+        with a cached sequence.
       host_memory: host memory for swapped-out pages and for checkpoints, in bytes or as text.
       folder: a folder for pages and checkpoints that exceed ``host_memory``. Their files are
         deleted with the tree. By default nothing is stored on disk.

@@ -145,8 +145,8 @@ def keep_min_p(logits: Logits, min_p: Array | float) -> Logits:
 
 
 def keep_typical(logits: Logits, p: Array | float) -> Logits:
-    """Keep the tokens whose information content is closest to the entropy, as few as possible with
-    a total probability of ``p``.
+    """Keep the tokens whose information content is closest to the entropy: the fewest that together
+    have a probability of at least ``p``.
 
     Source: Meister et al., arXiv:2202.00666.
     """

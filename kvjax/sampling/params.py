@@ -8,8 +8,8 @@ To add a parameter that takes a number:
 3. In ``kvjax.sampling.sampler``, apply the step where it belongs in the order.
 4. In ``tests/test_sampling.py``, compare it with a NumPy version.
 
-``generate`` and similar functions, chats, rollouts, ``score``, engines, the server, the commands,
-their help and the reference read the declaration.
+All users of the parameter read this declaration: ``generate`` and similar functions, chats,
+rollouts, ``score``, engines, the server, the commands and their help, and the reference.
 """
 
 import math

@@ -30,7 +30,7 @@ class Limits:
         self.max_len, self.max_sequences = _longest_sequence(pool_config), max_sequences
 
     def check_prompt_count(self, count: int) -> None:
-        """Raise ``APIError`` if there are more prompts than sequences."""
+        """Raise ``APIError`` if there are more than ``max_sequences`` prompts."""
         if count > self.max_sequences:
             message = f"prompt has {count} prompts; this server accepts {self.max_sequences}"
             raise APIError(400, message, param="prompt")

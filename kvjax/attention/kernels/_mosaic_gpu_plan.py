@@ -313,8 +313,8 @@ class Operand:
         channels: pl.Slice | slice,
         layout: Layout,
     ) -> ScaleOffset:
-        """Return the scales and offsets of channels, both float32[channels]. Means are added to the
-        offsets."""
+        """Return the scales and offsets of channels, both float32[channels]. If the codec stores
+        means (``Centered``), they are added to the offsets."""
         form = self.format
 
         def load(name: str) -> Array:

@@ -70,9 +70,9 @@ class Core(NamedTuple):
 
 @functools.singledispatch
 def core_of(codec: Codec) -> Core:
-    """Return the core of a codec. By default a wrapper changes only how numbers are encoded, and it
-    has the core of the codec inside. A wrapper that changes how a store is read registers its own
-    rule."""
+    """Return the core of a codec. By default, a wrapper is assumed to change only how numbers are
+    encoded, so its core is the core of its inner codec. A wrapper that changes how a store is read
+    registers its own rule."""
     return Core(codec)
 
 
@@ -101,7 +101,8 @@ class KernelInputs:
     ``sees`` and ``scores`` with arrays of any number of axes.
 
     ``queries`` is [batch, kv_heads, rows, head_dim], transformed like the stored keys.
-    ``subblocks`` is the number of subblocks of a block that are read one after another.
+    ``subblocks`` is the number of parts (subblocks) of each block, which the kernel reads one after
+    another.
     """
 
     section: Section
@@ -227,8 +228,8 @@ def section_subblocks(section: Section) -> int:
 
 
 def splits_of(programs: int, tiles: int) -> int:
-    """Return the number of programs that share a row's keys. Together they occupy a GPU, and each
-    has several tiles."""
+    """Return the number of programs among which the keys of a row are divided. It is chosen so that
+    the programs of all rows together occupy a GPU, but each has several tiles."""
     splits = max(PROGRAMS // programs, 1)
     return min(1 << splits.bit_length() - 1, 1 << max(tiles // MIN_TILES, 1).bit_length() - 1)
 

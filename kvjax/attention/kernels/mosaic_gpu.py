@@ -41,8 +41,9 @@ from kvjax.core.typing import Array
 
 plgpu: Any = mosaic_gpu  # parts of it are missing before JAX 0.12
 Carry = tuple[Array, Array, list[Array], list[Array]]
-"""What a program carries from tile to tile: the highest scores, the totals per token, the weighted
-values of each group, and for each group the products of weights and offsets."""
+"""What a program carries from tile to tile: the highest scores, the sums of the weights (separate
+for each token of a subblock until the end), the weighted values of each group, and for each group
+the products of weights and offsets."""
 
 
 def refusals(section: Section, rows: Array) -> dict[str, object]:

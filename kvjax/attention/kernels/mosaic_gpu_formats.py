@@ -1,11 +1,12 @@
 """Storage formats that the Mosaic GPU kernel reads.
 
-Each codec that the kernel can read registers ``format_of`` here. Numbers are fetched as rows of
-channels, as they are stored. Tensor cores multiply 16-bit floats, so other numbers are converted in
-shared memory into ``planes`` of 16-bit numbers. Codes become floats without their scales: the codes
-themselves, or a codebook's levels. A byte with several codes gives one plane for each. A float32
-number becomes the sum of three 16-bit terms. Scales and zero points per token are applied to scores
-and weights. Scales and zero points per channel are applied to queries and outputs.
+Each codec that the kernel can read registers its version of ``format_of`` here. Numbers are fetched
+as rows of channels, as they are stored. Tensor cores multiply 16-bit floats, so other numbers are
+converted in shared memory into ``planes`` of 16-bit numbers. A code is converted without applying
+its scale: to the code's own value, or to its level in a codebook. A byte with several codes gives
+one plane for each code. A float32 number becomes the sum of three 16-bit terms. Scales and zero
+points per token are applied to scores and weights. Scales and zero points per channel are applied
+to queries and outputs.
 """
 
 import functools
@@ -49,7 +50,7 @@ class StoreFormat:
       groups: groups of channels with separate scales per token.
       tokens_per_scale: how many tokens share the scale of a channel; 0 if scales belong to tokens.
       middle: the code of the number 0, for codes without a zero point.
-      levels: the number of each code, in ascending order, if codes are not the numbers themselves.
+      levels: the value of each code, in ascending order, if it differs from the code itself.
       arrays: the names of the kernel's input arrays, in order.
     """
 
@@ -65,7 +66,7 @@ class StoreFormat:
 
     @property
     def subblocks(self) -> int:
-        """How many subblocks of a unit have their codes in the same bytes."""
+        """How many subblocks a unit has. Each byte contains one code of each subblock."""
         return 8 // self.bits if self.bits else 1
 
     @property

@@ -49,10 +49,11 @@ MAX_BYTES = 2**21
 """The maximum size of a subblock's numbers in float32, in bytes. VMEM must hold several such arrays
 at once."""
 ROW_MULTIPLE = 16
-"""Query rows are padded to a multiple of this, the rows in a TPU tile of 16-bit numbers."""
+"""Query rows are padded to a multiple of this number, which is the number of rows in a TPU tile of
+16-bit numbers."""
 OUTPUT_ARRAYS = 4
-"""The number of output-sized arrays for which VMEM is reserved. The inputs of a continued softmax
-also fit, without a reservation."""
+"""The number of output-sized arrays for which VMEM is reserved. If the kernel continues an earlier
+softmax, that softmax must also be in VMEM. It fits without a reservation."""
 MAX_TOKENS = 1024
 """The maximum number of tokens of a subblock of a tile."""
 

@@ -1,8 +1,8 @@
 """Tiles of a store for the TPU kernel, and products with them.
 
-Each codec that the kernel can read registers ``can_tile`` and ``tiles_of`` here. Tiles contain
-codes as plain numbers. Scales per token are not applied to them but to scores and weights, which
-are much smaller arrays.
+Each codec that the kernel can read registers its versions of ``can_tile`` and ``tiles_of`` here.
+Tiles contain codes as plain numbers. Scales per token are not applied to tiles but to scores and
+weights, which are much smaller arrays.
 
 If a token has several scales, one per group of channels, queries are repeated once per group, with
 zeros in the channels of the other groups. One matrix product then gives the products of all groups.

@@ -89,8 +89,8 @@ def compile(
       batch: the number of rows.
       device: compile for this target device, which need not be attached. It is a name (``"v5e"``,
         ``"h200"``), a ``jax.Device``, a topology, or a mesh of target devices
-        (``make_mesh(tensor=4, devices="v5e")``). Nothing is allocated, and only the result keeps
-        the programs.
+        (``make_mesh(tensor=4, devices="v5e")``). Nothing is allocated, and the programs
+        are kept only in the result (``Compiled.executables``).
       settings: sampling parameters and other arguments, as for ``generate``. Programs depend on
         which sampling parameters are given and on whether ``temperature`` is 0, but not on their
         other values.
@@ -101,9 +101,10 @@ def compile(
         and so on.
       guide: any guide. It is not changed. Programs depend only on whether one is given.
       rotary_len: as for ``generate``. Each value has its own programs.
-      num_beams, num_beam_groups: as for ``generate``, with ``n=1``. Each other ``n`` needs one more
-        small program. The size of page pools depends on a request's beams; with a policy that sets
-        ``pages``, ``generate`` compiles nothing else.
+      num_beams, num_beam_groups: as for ``generate``, with ``n=1``. For each other ``n``,
+        ``generate`` compiles one more small program. With a policy that sets ``pages``, it compiles
+        nothing else. Without ``pages``, the size of page pools depends on a request's beams, and
+        each new size needs new programs.
 
     Raises:
       ValueError: for the same reasons as ``generate``, if ``policy`` is a cache, if the device is

@@ -1,7 +1,7 @@
 """The options of a beam search, and one step of it: from log-probabilities to the next beams.
 
-A beam is a row of the cache. If several new beams continue the same beam, the first of them stays
-in its row, and the others use rows that no beam continues.
+A beam is a row of the cache. If several new beams continue the same beam, the first of them keeps
+that beam's row. The others take the rows of beams that no new beam continues.
 
 Source: ``_beam_search`` of Transformers; for groups, Vijayakumar et al., "Diverse Beam Search",
 arXiv:1610.02424, with Hamming diversity.

@@ -51,7 +51,8 @@ def draft_cost(platform: str, rows: int, length: int, token: float) -> DraftCost
 
 def cost_alone(cost: DraftCost, platform: str, rows: int, size: int) -> DraftCost:
     """Return the cost of drafting for one row that is verified in a separate pass. Without a draft,
-    it would be one of ``rows`` rows in a shared pass, whose program has ``size`` rows."""
+    this row would share a pass with other rows: ``rows`` rows in all, in a program of ``size``
+    rows."""
     per_token = _TOKEN_COST.get(platform, _TOKEN_COST["gpu"])
     share = (1 + per_token * size) / (1 + per_token) / rows
     return DraftCost((1 + cost.verify) / share - 1, cost.token / share)

@@ -42,7 +42,8 @@ class PromptLookup:
       num_draft_tokens: the maximum number of tokens that are drafted at a time. With None, it
         depends on the platform and the number of rows.
       min_ngram: how many of the row's last tokens must occur earlier, at least.
-      max_ngram: the maximum number of tokens that are compared. Longer matches are not preferred.
+      max_ngram: the maximum number of tokens that are compared. The longest match up to this number
+        is used. Matches of more tokens are not preferred.
       adaptive: whether to draft fewer tokens, or none for some time, when few are accepted. If
         False, drafts always have ``num_draft_tokens`` tokens.
 
