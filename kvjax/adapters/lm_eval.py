@@ -384,8 +384,7 @@ class KvjaxLM(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a conversation as text. If the template rejects the conversation, render it
-        without system messages."""
+        """Render a conversation as text; without its system messages if the template rejects it."""
         options: dict[str, Any] = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": not add_generation_prompt,
