@@ -19,7 +19,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 SPEED = "amd-epyc-jax0.12.0.1-smollm2-135m-instruct.q4_1/decode.json"
 DRAFTS = "amd-epyc-jax0.10.2-smollm2-135m-instruct.q4_1/drafts.md"
 POLICIES, EMBEDDED = "quality/smollm2-policies.json", "quality/held_out-policies.json"
-TRANSFORMERS, LLAMA_CPP = "quality/held_out-transformers.json", "quality/held_out-llama_cpp.json"
+TRANSFORMERS, LLAMA_CPP = "quality/smollm2-transformers.json", "quality/smollm2-llama_cpp.json"
 README, QUANTIZATION = "README.md", "docs/quantization.md"
 INDEX, PERFORMANCE = "docs/index.md", "docs/performance.md"
 
@@ -115,13 +115,12 @@ def _peers() -> Iterator[PageClaim]:
     ratios = sorted(
         each["overall"]["mean_kl"] / ours for name, each in theirs.items() if " 4 bits" in name
     )
-    span = f"{decimal(ratios[0])} to {decimal(ratios[-1])}"
-    text = f"{span} times as large with Transformers' quanto and HQQ"
-    yield PageClaim(README, text, TRANSFORMERS)
     ours, q4_0 = (llama_cpp[x]["overall"]["mean_kl"] for x in ("kvjax bits=4", "llama.cpp q4_0"))
-    yield PageClaim(
-        README, f"{decimal(q4_0 / ours)} times as large with llama.cpp's q4_0", LLAMA_CPP
+    text = (
+        f"Transformers' quanto and HQQ caches have {decimal(ratios[0])} to {decimal(ratios[-1])} "
+        f"times the KL divergence of kvjax's cache, and llama.cpp's q4_0 has {decimal(q4_0 / ours)}"
     )
+    yield PageClaim(README, text, TRANSFORMERS)
 
 
 def quality_row(label: str, found: dict[str, Any]) -> str:

@@ -99,7 +99,7 @@ def wanted(item: pytest.Item) -> bool:
     """Whether the environment asks for a test. Of a shard (``KVJAX_SHARD=k/n``) these are its cells
     of the law matrix and its rare tests alone; with ``KVJAX_CELLS=k/n`` one part alone of the
     cells, and all that is no cell; with ``KVJAX_PART=k/n`` one part of the tests with the mark
-    ``part``, and all others."""
+    ``part``, and all others. With ``KVJAX_SLOW=only`` as well, it is one part of all slow tests."""
 
     def has(mark: str) -> bool:
         return item.get_closest_marker(mark) is not None
@@ -110,7 +110,8 @@ def wanted(item: pytest.Item) -> bool:
 
     if (cells := os.environ.get("KVJAX_CELLS")) and has("cells") and not of_part(cells):
         return False
-    if (part := os.environ.get("KVJAX_PART")) and has("part") and not of_part(part):
+    of_any = SLOW == "only" or has("part")
+    if (part := os.environ.get("KVJAX_PART")) and of_any and not of_part(part):
         return False
     if shard := os.environ.get("KVJAX_SHARD"):
         return has("cells") or (has("rare") and of_part(shard))
