@@ -184,7 +184,7 @@ def default_folder(results: dict[str, Any]) -> Path:
     name of a GGUF file."""
     device = re.sub(r"[^a-z0-9]+", "-", results["device"].lower()).strip("-")
     name = f"{device}-jax{results['versions']['jax']}"
-    if results["file"]:
+    if results.get("file"):
         name += f"-{Path(results['file']).stem.lower()}"
     return Path(__file__).resolve().parent / "results" / name
 

@@ -20,6 +20,7 @@ SPEED = "amd-epyc-jax0.12.0.1-smollm2-135m-instruct.q4_1/decode.json"
 DRAFTS = "amd-epyc-jax0.10.2-smollm2-135m-instruct.q4_1/drafts.md"
 POLICIES, EMBEDDED = "quality/smollm2-policies.json", "quality/held_out-policies.json"
 TRANSFORMERS, LLAMA_CPP = "quality/smollm2-transformers.json", "quality/smollm2-llama_cpp.json"
+RETRIEVAL = "amd-epyc-jax0.12.0.1/retrieval-smollm2-135m-instruct-q4_1/retrieval.json"
 README, QUANTIZATION = "README.md", "docs/quantization.md"
 INDEX, PERFORMANCE = "docs/index.md", "docs/performance.md"
 
@@ -48,7 +49,7 @@ def _load(file: str) -> Any:
 
 def all_page_claims() -> list[PageClaim]:
     """Every figure that is traced to a file."""
-    return [*_speed(), *_drafts(), *_quality(), *_peers()]
+    return [*_speed(), *_drafts(), *_quality(), *_peers(), *_retrieval()]
 
 
 def _speed() -> Iterator[PageClaim]:
@@ -121,6 +122,36 @@ def _peers() -> Iterator[PageClaim]:
         f"times the KL divergence of kvjax's cache, and llama.cpp's q4_0 has {decimal(q4_0 / ours)}"
     )
     yield PageClaim(README, text, TRANSFORMERS)
+
+
+def _retrieval() -> Iterator[PageClaim]:
+    """Return the rows of the table of retrieval: for each length, the mean of both scores over the
+    tasks that the raw cache solves."""
+    found = _load(RETRIEVAL)
+    for policy in found["policies"]:
+        if policy not in found["same_as_raw"]:
+            means = [
+                _mean_scores(found["cells"], policy, length, score)
+                for score in ("likelihood", "text")
+                for length in found["lengths"]
+            ]
+            text = " | ".join(f"{decimal(100 * mean)}%" for mean in means)
+            yield PageClaim(QUANTIZATION, f"| {RETRIEVAL_LABELS[policy]} | {text} |", RETRIEVAL)
+
+
+def _mean_scores(cells: list[dict[str, Any]], policy: str, length: int, score: str) -> float:
+    return statistics.mean(
+        cell["policies"][policy][score]
+        for cell in cells
+        if cell["length"] == length and not cell["raw_at_chance"][score]
+    )
+
+
+RETRIEVAL_LABELS = {
+    "raw": "full precision",
+    **{str(bits): f"`bits={bits}`" for bits in (8, 4, 3, 2)},
+    "sinks": "`sliding_window`, 508 tokens and 4 sinks",
+}
 
 
 def quality_row(label: str, found: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 import kvjax
 from benchmarks import retrieval
+from benchmarks.decode import default_folder
 from benchmarks.retrieval_report import AT_CHANCE, interval, markdown, summary
 from benchmarks.retrieval_scores import (
     candidate_logprobs,
@@ -335,3 +336,12 @@ def test_the_benchmark_continues_where_it_stopped(lm, tmp_path, capsys, monkeypa
         retrieval.main([*options, "2", "--policies", "raw,4,sinks"])
     with pytest.raises(ValueError, match="other settings"):
         retrieval.main([*options, "2", "--policies", "raw", "--prefill", "policy"])
+
+
+def test_results_are_in_a_folder_of_their_device():
+    """The file of a model is in its name if a benchmark has measured one."""
+    found = {"device": "AMD EPYC", "versions": {"jax": "0.12.0"}}
+    assert default_folder(found).name == "amd-epyc-jax0.12.0"
+    assert default_folder(found | {"file": "/x/Small.Q4_1.gguf"}).name == (
+        "amd-epyc-jax0.12.0-small.q4_1"
+    )
