@@ -220,9 +220,8 @@ def compared(true: np.ndarray, other: np.ndarray, targets: np.ndarray) -> np.nda
 def peer_bytes(share: float, config: Any) -> CacheBytes:
     """Return the bytes of a peer's cache that takes ``share`` of the bytes of a bfloat16 cache."""
     raw = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    context = config.max_position_embeddings
     return CacheBytes(
-        share * raw, raw / 32, 0.0, share, context, context, context * share * raw, share
+        share * raw, raw / 32, 0.0, share, CONTEXT, CONTEXT, CONTEXT * share * raw, share
     )
 
 
