@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
@@ -128,12 +129,14 @@ def _retrieval() -> Iterator[PageClaim]:
     """Return the rows of the table of retrieval: for each length, the mean of both scores over the
     tasks that the raw cache solves."""
     found = _load(RETRIEVAL)
+    counts = Counter(cell["length"] for cell in found["cells"])
+    lengths = [length for length in found["lengths"] if counts[length] == max(counts.values())]
     for policy in found["policies"]:
         if policy not in found["same_as_raw"]:
             means = [
                 _mean_scores(found["cells"], policy, length, score)
                 for score in ("likelihood", "text")
-                for length in found["lengths"]
+                for length in lengths
             ]
             text = " | ".join(f"{decimal(100 * mean)}%" for mean in means)
             yield PageClaim(QUANTIZATION, f"| {RETRIEVAL_LABELS[policy]} | {text} |", RETRIEVAL)

@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -187,25 +187,32 @@ def log_softmax_of(logits: Any) -> np.ndarray:
     return logits.float().log_softmax(-1).numpy()
 
 
-def llama_cpp_quality(
-    folder: Path, config: Any, windows: np.ndarray, keys: str, values: str
-) -> Quality:
-    """Compare a quantized cache of llama.cpp with its own cache of 16-bit floats."""
+def llama_cpp_qualities(
+    folder: Path, config: Any, windows: np.ndarray, caches: Mapping[str, tuple[str, str]]
+) -> dict[str, Quality]:
+    """Compare quantized caches of llama.cpp with its own cache of 16-bit floats. ``caches`` are
+    types of keys and of values, by name."""
     from benchmarks import engine_llama_cpp as llama_cpp
     from benchmarks.gguf_file import to_gguf
 
-    each = []
+    each: dict[str, list[np.ndarray]] = {name: [] for name in caches}
     with tempfile.TemporaryDirectory() as work:
         # Of decoded weights: with a file's own, llama.cpp also rounds activations to 8 bits.
         file = Path(work) / "model.gguf"
         to_gguf(folder, file)
+
+        def predictions(window: np.ndarray, keys: str, values: str) -> np.ndarray:
+            return log_softmax(llama_cpp.logits(file, window[None], keys, values)[0], axis=-1)
+
         for window in windows:  # the logits of all of them would not fit in memory
-            (wanted,) = llama_cpp.logits(file, window[None], "f16", "f16")
-            (found,) = llama_cpp.logits(file, window[None], keys, values)
-            true, other = (log_softmax(x, axis=-1) for x in (wanted, found))
-            each.append(compared(true, other, window[1:]))
-    share = (llama_cpp.BITS[keys] + llama_cpp.BITS[values]) / 2 / 16
-    return compute_quality(np.stack(each, axis=1), peer_bytes(share, config))
+            wanted = predictions(window, "f16", "f16")
+            for name, types in caches.items():
+                each[name].append(compared(wanted, predictions(window, *types), window[1:]))
+    found = {}
+    for name, types in caches.items():
+        share = sum(llama_cpp.BITS[kind] for kind in types) / 2 / 16
+        found[name] = compute_quality(np.stack(each[name], axis=1), peer_bytes(share, config))
+    return found
 
 
 def compared(true: np.ndarray, other: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -264,15 +271,19 @@ def main() -> None:
             ours = evaluate(lm, windows.reshape(-1).tolist(), candidates(), context=CONTEXT)
         for peer in given.peers:
             results = {f"kvjax {name}": quality for name, quality in ours.items()}
-            ways: dict[str, tuple[Callable[..., Quality], dict[str, Any]]] = {
-                "transformers": (transformers_quality, TRANSFORMERS),
-                "llama_cpp": (llama_cpp_quality, LLAMA_CPP),
-            }
-            measure, caches = ways[peer]
-            for name, setting in caches.items():
-                if given.caches and name not in given.caches:
-                    continue
-                results[name] = measure(folder, lm.config, windows, *setting)
+            caches = {"transformers": TRANSFORMERS, "llama_cpp": LLAMA_CPP}[peer]
+            if given.caches:
+                caches = {name: caches[name] for name in given.caches if name in caches}
+            measured: Iterable[tuple[str, Quality]] = (
+                llama_cpp_qualities(folder, lm.config, windows, caches).items()
+                if peer == "llama_cpp"
+                else (
+                    (name, transformers_quality(folder, lm.config, windows, *setting))
+                    for name, setting in caches.items()
+                )
+            )
+            for name, quality in measured:
+                results[name] = quality
                 print(name, asdict(results[name].overall), flush=True)
                 write(results, given.out, part, peer, title)
 
