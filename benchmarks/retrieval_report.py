@@ -174,7 +174,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     policies = [name for name in results["policies"] if name not in results["same_as_raw"]]
     tasks = list(dict.fromkeys(cell["task"] for cell in results["cells"]))
     cells = sorted(results["cells"], key=lambda x: (tasks.index(x["task"]), x["length"]))
-    size = (2.2 + 0.46 * len(cells), 1.7 + 0.62 * len(policies))
+    size = (max(2.2 + 0.46 * len(cells), 10.5), 1.7 + 0.62 * len(policies))
     figure, panels = plt.subplots(2, 1, figsize=size, layout="constrained", sharex=True)
     titles = {
         "likelihood": "answers that are more likely than all distractors, %",
@@ -206,7 +206,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
     for task in tasks:
         at = [n for n, cell in enumerate(cells) if cell["task"] == task]
         panels[1].text(
-            sum(at) / len(at), -0.3, task.replace(", ", ",\n"), ha="center", va="top", fontsize=8,
+            sum(at) / len(at), -0.3, task.replace(" ", "\n"), ha="center", va="top", fontsize=8,
             transform=panels[1].get_xaxis_transform(),
         )  # fmt: skip
     figure.colorbar(image, ax=panels, fraction=0.02, pad=0.01)
