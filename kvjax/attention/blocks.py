@@ -1,5 +1,6 @@
-"""The paths ``blocks`` and ``buckets``. ``blocks`` computes the softmax over every section block by
-block, and ``buckets`` over a prefix of it that contains all filled slots.
+"""The paths ``blocks`` and ``buckets``: softmax block by block, or over a prefix of every section.
+
+The prefix of ``buckets`` contains all filled slots.
 
 ``blocks`` has a conditional per block, to skip empty blocks. An accelerator receives its work ahead
 of time, and may have to wait for its host at every conditional. ``buckets`` has only one
