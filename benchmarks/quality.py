@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ LLAMA_CPP: dict[str, Any] = {
 
 CONTEXT = 2048
 FIRST = 64
-"""Tokens that Transformers is fed at once at first; others come ``RESIDUAL`` at a time."""
+"""Tokens of Transformers' first call. All later calls have ``RESIDUAL``."""
 
 
 def candidates() -> dict[str, Any]:
@@ -182,6 +182,14 @@ def transformers_quality(
     return compute_quality(np.stack(each, axis=1), peer_bytes(share, config))
 
 
+def transformers_qualities(
+    folder: Path, config: Any, windows: np.ndarray, caches: Mapping[str, Any]
+) -> Iterator[tuple[str, Quality]]:
+    """The figures of each of Transformers' caches, given by its settings in ``TRANSFORMERS``."""
+    for name, setting in caches.items():
+        yield name, transformers_quality(folder, config, windows, *setting)
+
+
 def log_softmax_of(logits: Any) -> np.ndarray:
     """Log-probabilities in float32 from Transformers' logits."""
     return logits.float().log_softmax(-1).numpy()
@@ -189,7 +197,7 @@ def log_softmax_of(logits: Any) -> np.ndarray:
 
 def llama_cpp_qualities(
     folder: Path, config: Any, windows: np.ndarray, caches: Mapping[str, tuple[str, str]]
-) -> dict[str, Quality]:
+) -> Iterator[tuple[str, Quality]]:
     """Compare quantized caches of llama.cpp with its own cache of 16-bit floats. ``caches`` are
     types of keys and of values, by name."""
     from benchmarks import engine_llama_cpp as llama_cpp
@@ -208,11 +216,9 @@ def llama_cpp_qualities(
             wanted = predictions(window, "f16", "f16")
             for name, types in caches.items():
                 each[name].append(compared(wanted, predictions(window, *types), window[1:]))
-    found = {}
     for name, types in caches.items():
         share = sum(llama_cpp.BITS[kind] for kind in types) / 2 / 16
-        found[name] = compute_quality(np.stack(each[name], axis=1), peer_bytes(share, config))
-    return found
+        yield name, compute_quality(np.stack(each[name], axis=1), peer_bytes(share, config))
 
 
 def compared(true: np.ndarray, other: np.ndarray, targets: np.ndarray) -> np.ndarray:
@@ -274,17 +280,10 @@ def main() -> None:
             caches = {"transformers": TRANSFORMERS, "llama_cpp": LLAMA_CPP}[peer]
             if given.caches:
                 caches = {name: caches[name] for name in given.caches if name in caches}
-            measured: Iterable[tuple[str, Quality]] = (
-                llama_cpp_qualities(folder, lm.config, windows, caches).items()
-                if peer == "llama_cpp"
-                else (
-                    (name, transformers_quality(folder, lm.config, windows, *setting))
-                    for name, setting in caches.items()
-                )
-            )
-            for name, quality in measured:
+            measure = {"transformers": transformers_qualities, "llama_cpp": llama_cpp_qualities}
+            for name, quality in measure[peer](folder, lm.config, windows, caches):
                 results[name] = quality
-                print(name, asdict(results[name].overall), flush=True)
+                print(name, asdict(quality.overall), flush=True)
                 write(results, given.out, part, peer, title)
 
 

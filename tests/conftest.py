@@ -110,8 +110,8 @@ def wanted(item: pytest.Item) -> bool:
 
     if (cells := os.environ.get("KVJAX_CELLS")) and has("cells") and not of_part(cells):
         return False
-    of_any = SLOW == "only" or has("part")
-    if (part := os.environ.get("KVJAX_PART")) and of_any and not of_part(part):
+    divided = SLOW == "only" or has("part")
+    if (part := os.environ.get("KVJAX_PART")) and divided and not of_part(part):
         return False
     if shard := os.environ.get("KVJAX_SHARD"):
         return has("cells") or (has("rare") and of_part(shard))

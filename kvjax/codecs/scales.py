@@ -224,7 +224,7 @@ def float8_to_float32(bits: Array, kind: str) -> Array:
     The bits are moved to their places in a float16, and a product with a power of two corrects the
     exponent. This is exact. A conversion from JAX's own 8-bit dtypes would crash the process on
     NVIDIA GPUs below compute capability 8.9, because Triton in JAX 0.10 and older lacks this
-    conversion.
+    conversion. The TPU kernel has a version of its own, because TPUs have no float16.
     """
     fraction, bias = FIELDS[kind]
     bits = bits.astype(jnp.uint16)

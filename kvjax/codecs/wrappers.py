@@ -107,7 +107,7 @@ class HalfQuadratic(CodecWrapper):
 
         def loss(zero: Array) -> Array:
             error = (x - scale * codec.codes(x, scale, zero)) - zero
-            return jnp.mean(jnp.abs(error) ** NORM, axes, keepdims=True)
+            return mean(jnp.abs(error) ** NORM, axes)
 
         zero = rounded(control_flow.fori_loop(0, self.steps, step, start), dtype, up=False)
         return codec.store(x, scale, jnp.where(loss(zero) < loss(start), zero, start))

@@ -66,8 +66,8 @@ class Engine:
         number of tokens of a request, prompt and new tokens together; by default all positions of
         the model. If ``cache_memory_ratio`` is given, but neither ``pages`` nor ``memory``, the
         pools may take this fraction of the device memory (``device_memory``) that weights and
-        temporaries leave free. ``prefetch_steps`` is the maximum number of dispatched steps whose
-        output has not been collected when ``step`` returns.
+        temporaries leave free. When ``step`` returns, at most ``prefetch_steps`` steps are
+        dispatched but not collected.
       pages: the number of pages of each pool.
       memory: the size of all pools in bytes, or as text such as ``"2GiB"``, instead of ``pages``.
         Without ``pages``, ``memory`` and ``cache_memory_ratio``, the pools have pages for all rows
